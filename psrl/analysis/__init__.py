@@ -1,0 +1,1 @@
+"""Turn run directories into tables, figures and reports."""

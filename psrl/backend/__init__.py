@@ -1,0 +1,1 @@
+"""Execute a plan with Megatron-core and exact gradients."""

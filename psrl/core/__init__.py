@@ -1,0 +1,1 @@
+"""Data, arithmetic and files that every other part of psRL builds on."""

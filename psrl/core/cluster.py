@@ -1,0 +1,175 @@
+"""Model, device, cluster and parallel layout: frozen specifications with divisibility checks."""
+
+from functools import cached_property
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import ConfigError
+
+
+class Spec(BaseModel):
+    """Base of all specifications: frozen, unknown keys refused, numbers not coerced from text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelSpec(Spec):
+    """Shape of a decoder-only transformer (Megatron's names)."""
+
+    name: str
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_query_groups: int = Field(ge=1)
+    kv_channels: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    tied_embeddings: bool = False
+    qkv_bias: bool = True
+    qk_layernorm: bool = False
+    rotary_base: float = Field(default=1e6, gt=0)
+    norm_epsilon: float = Field(default=1e-6, gt=0)
+    num_moe_experts: int = Field(default=0, ge=0)
+    moe_topk: int = Field(default=0, ge=0)
+    moe_ffn_hidden_size: int = Field(default=0, ge=0)
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_width(self) -> int:
+        """Width of K (or V) of all groups together."""
+        return self.num_query_groups * self.kv_channels
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention projections and its two norms."""
+        projections = self.hidden_size * (2 * self.attention_width + 2 * self.kv_width)
+        bias = self.attention_width + 2 * self.kv_width if self.qkv_bias else 0
+        qk_norm = 2 * self.kv_channels if self.qk_layernorm else 0
+        return projections + bias + qk_norm + 2 * self.hidden_size
+
+    @cached_property
+    def mlp_parameters(self) -> int:
+        """Weights of one layer's SwiGLU MLP, or of all its experts and the router."""
+        if not self.num_moe_experts:
+            return 3 * self.hidden_size * self.ffn_hidden_size
+        expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
+        return self.num_moe_experts * expert + self.hidden_size * self.num_moe_experts
+
+    @cached_property
+    def active_layer_parameters(self) -> int:
+        """Weights of one layer that one token multiplies with."""
+        mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        if self.num_moe_experts:
+            mlp = self.moe_topk * 3 * self.hidden_size * self.moe_ffn_hidden_size
+        return self.attention_parameters + mlp
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @cached_property
+    def num_parameters(self) -> int:
+        layers = self.num_layers * (self.attention_parameters + self.mlp_parameters)
+        heads = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return layers + heads + self.hidden_size
+
+
+class DeviceSpec(Spec):
+    """One accelerator: data-sheet peaks, and the share of them that kernels reach."""
+
+    name: str
+    peak_flops_per_s: float = Field(gt=0)
+    memory_bytes: int = Field(gt=0)
+    memory_bandwidth_bytes_per_s: float = Field(gt=0)
+    gemm_efficiency: float = Field(gt=0, le=1)
+    attention_efficiency: float = Field(gt=0, le=1)
+    bandwidth_efficiency: float = Field(default=0.8, gt=0, le=1)
+    host_layer_s: float = Field(
+        ge=0, description="host time to launch one layer's forward; the backward takes twice that"
+    )
+    dtype_bytes: int = Field(default=2, ge=2, le=8)
+
+
+class ClusterSpec(Spec):
+    """Hosts of equal devices; bandwidths are per device and direction."""
+
+    device: DeviceSpec
+    num_hosts: int = Field(ge=1)
+    devices_per_host: int = Field(ge=1)
+    intra_host_bytes_per_s: float = Field(gt=0)
+    inter_host_bytes_per_s: float = Field(gt=0)
+    intra_host_latency_s: float = Field(ge=0)
+    inter_host_latency_s: float = Field(ge=0)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+
+RecomputeMode = Literal["none", "full"]
+
+
+class ParallelConfig(Spec):
+    """Parallel sizes (Megatron's names) and activation recomputation of the whole run."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    data_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    recompute: RecomputeMode = "none"
+
+    @property
+    def world_size(self) -> int:
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.data_parallel_size
+        )
+
+
+def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfig) -> None:
+    """Check that the parallel sizes fill the cluster and divide the model.
+
+    Raises:
+        ConfigError: with the arithmetic.
+    """
+    tp, pp, dp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+    )
+    if parallel.world_size != cluster.num_devices:
+        raise ConfigError(
+            f"parallel sizes tensor({tp}) * pipeline({pp}) * data({dp}) = {parallel.world_size}, "
+            f"but the cluster has {cluster.num_hosts} host(s) * {cluster.devices_per_host} = "
+            f"{cluster.num_devices} devices",
+            "change [parallel] or [cluster] until the products agree",
+        )
+    for size, name, what in (
+        (tp, "num_query_groups", model.num_query_groups),
+        (tp, "num_attention_heads", model.num_attention_heads),
+        (tp, "ffn_hidden_size", model.ffn_hidden_size),
+        (tp, "vocab_size", model.vocab_size),
+        (pp, "num_layers", model.num_layers),
+    ):
+        if what % size:
+            kind = "tensor" if name != "num_layers" else "pipeline"
+            raise ConfigError(
+                f"{model.name}: {name} ({what}) is not divisible by "
+                f"{kind}_model_parallel_size ({size})",
+                f"choose a {kind} parallel size that divides {what}",
+            )
+    if model.num_attention_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{model.name}: num_attention_heads ({model.num_attention_heads}) is not a multiple "
+            f"of num_query_groups ({model.num_query_groups})"
+        )
+    if model.num_moe_experts and not 0 < model.moe_topk <= model.num_moe_experts:
+        raise ConfigError(
+            f"{model.name}: moe_topk ({model.moe_topk}) must lie in 1..{model.num_moe_experts}"
+        )

@@ -1,0 +1,247 @@
+"""Predicted time and memory of micro-batches: a roofline over FLOPs, bytes and launches.
+
+Form and constants follow the measured study of Megatron iterations that psRL's design cites:
+time of a layer is the slower of host and device (joined by an 8-norm), device time is
+projections + attention by visible pairs + memory-bound passes + tensor-parallel collectives.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .cluster import ClusterSpec, ModelSpec, ParallelConfig
+
+Amount = npt.NDArray[np.float64] | float
+
+# Memory-bound passes over [tokens, hidden] per layer and direction: two norms, two residual
+# adds, rotary embedding and SwiGLU, each a read and a write of the working precision.
+_ELEMENTWISE_PASSES = 14
+# FlashAttention's backward does five matrix products where its forward does two.
+_ATTENTION_BACKWARD_FACTOR = 2.5
+# AdamW with fp32 main weights: fp32 main weight, momentum and variance, read and written.
+_OPTIMIZER_BYTES_PER_PARAMETER = 12
+_GRADIENT_BYTES_PER_PARAMETER = 4
+
+
+class CostModel(Protocol):
+    """What planner and simulator need to know about time; all arguments may be arrays."""
+
+    def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
+        """Time of one micro-batch's forward on the slowest pipeline stage."""
+
+    def backward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
+        """Time of one micro-batch's backward on the slowest pipeline stage."""
+
+    def stage_forward_s(
+        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
+    ) -> Amount:
+        """Time of one micro-batch's forward on one stage."""
+
+    def stage_backward_s(
+        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
+    ) -> Amount:
+        """Time of one micro-batch's backward on one stage."""
+
+    def message_s(self, num_tokens: Amount) -> Amount:
+        """Time to send one micro-batch's hidden states to a neighbouring stage."""
+
+    def gradient_reduction_s(self) -> float:
+        """Time to reduce the gradients over the data-parallel ranks."""
+
+    def optimizer_step_s(self) -> float:
+        """Time of one optimizer step."""
+
+
+@dataclass(frozen=True)
+class RooflineCostModel:
+    """Data-sheet peaks times efficiencies; no measurement behind it, so no stated error."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    parallel: ParallelConfig
+
+    @cached_property
+    def layers_per_stage(self) -> int:
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size
+
+    @cached_property
+    def linear_s_per_token(self) -> float:
+        """Projections and MLP of one layer's forward, on one tensor-parallel rank."""
+        device = self.cluster.device
+        flops = 2 * self.model.active_layer_parameters / self.parallel.tensor_model_parallel_size
+        return flops / (device.peak_flops_per_s * device.gemm_efficiency)
+
+    @cached_property
+    def attention_s_per_pair(self) -> float:
+        """Scores and weighted values of one visible (query, key) pair in one layer."""
+        device = self.cluster.device
+        flops = 4 * self.model.attention_width / self.parallel.tensor_model_parallel_size
+        return flops / (device.peak_flops_per_s * device.attention_efficiency)
+
+    @cached_property
+    def elementwise_s_per_token(self) -> float:
+        device = self.cluster.device
+        moved = 2 * _ELEMENTWISE_PASSES * self.model.hidden_size * device.dtype_bytes
+        return moved / (device.memory_bandwidth_bytes_per_s * device.bandwidth_efficiency)
+
+    @cached_property
+    def head_s_per_token(self) -> float:
+        """Logits of one predicted position (forward), on one tensor-parallel rank."""
+        device = self.cluster.device
+        width = self.model.vocab_size / self.parallel.tensor_model_parallel_size
+        matmul = 2 * self.model.hidden_size * width / device.peak_flops_per_s
+        passes = 4 * width * 4 / device.memory_bandwidth_bytes_per_s
+        return matmul / device.gemm_efficiency + passes / device.bandwidth_efficiency
+
+    def _tensor_parallel_s(self, num_tokens: Amount) -> Amount:
+        """Two ring all-reduces of [tokens, hidden] per layer and direction, inside a host."""
+        size = self.parallel.tensor_model_parallel_size
+        if size == 1:
+            return 0.0 * num_tokens
+        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
+        ring = 2 * (size - 1) / size * nbytes / self.cluster.intra_host_bytes_per_s
+        return 2 * (ring + self.cluster.intra_host_latency_s * np.sign(num_tokens))
+
+    def _layer_s(
+        self, num_tokens: Amount, pairs: Amount, linear: float, attention: float
+    ) -> Amount:
+        device_s = (
+            linear * num_tokens * (self.linear_s_per_token + self.elementwise_s_per_token)
+            + attention * pairs * self.attention_s_per_pair
+            + linear * self._tensor_parallel_s(num_tokens)
+        )
+        host_s = linear * self.cluster.device.host_layer_s * np.sign(num_tokens)
+        joined: Amount = (device_s**8 + host_s**8) ** 0.125
+        return joined
+
+    def _head_s(self, stage: int, head_tokens: Amount) -> Amount:
+        is_last = stage == self.parallel.pipeline_model_parallel_size - 1
+        return head_tokens * self.head_s_per_token * float(is_last)
+
+    def stage_forward_s(
+        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
+    ) -> Amount:
+        layers = self.layers_per_stage * self._layer_s(num_tokens, pairs, 1.0, 1.0)
+        return layers + self._head_s(stage, head_tokens)
+
+    def stage_backward_s(
+        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
+    ) -> Amount:
+        """The backward proper; recomputation of a layer or a dropped micro-batch is not in it."""
+        layers = self.layers_per_stage * self._layer_s(
+            num_tokens, pairs, 2.0, _ATTENTION_BACKWARD_FACTOR
+        )
+        return layers + 2.0 * self._head_s(stage, head_tokens)
+
+    def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
+        return self.stage_forward_s(self._last_stage, num_tokens, pairs, head_tokens)
+
+    def backward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
+        return self.stage_backward_s(self._last_stage, num_tokens, pairs, head_tokens)
+
+    @property
+    def _last_stage(self) -> int:
+        """The slowest stage: it has as many layers as the others, and the head."""
+        return self.parallel.pipeline_model_parallel_size - 1
+
+    def message_s(self, num_tokens: Amount) -> Amount:
+        cluster, parallel = self.cluster, self.parallel
+        width = parallel.tensor_model_parallel_size
+        crosses = width * parallel.pipeline_model_parallel_size > cluster.devices_per_host
+        rate = cluster.inter_host_bytes_per_s if crosses else cluster.intra_host_bytes_per_s
+        latency = cluster.inter_host_latency_s if crosses else cluster.intra_host_latency_s
+        nbytes = num_tokens * self.model.hidden_size * cluster.device.dtype_bytes
+        return nbytes / rate + latency * np.sign(num_tokens)
+
+    @cached_property
+    def rank_parameters(self) -> float:
+        """Parameters of the largest (last) stage on one tensor-parallel rank."""
+        model, pp = self.model, self.parallel.pipeline_model_parallel_size
+        layers = model.num_layers / pp * (model.attention_parameters + model.mlp_parameters)
+        heads = model.embedding_parameters * (2 if pp == 1 and not model.tied_embeddings else 1)
+        return (layers + heads) / self.parallel.tensor_model_parallel_size
+
+    def gradient_reduction_s(self) -> float:
+        """Reduce-scatter of fp32 gradients and all-gather of the updated weights."""
+        size = self.parallel.data_parallel_size
+        if size == 1:
+            return 0.0
+        cluster = self.cluster
+        across = cluster.num_hosts > 1
+        rate = cluster.inter_host_bytes_per_s if across else cluster.intra_host_bytes_per_s
+        latency = cluster.inter_host_latency_s if across else cluster.intra_host_latency_s
+        per_parameter = _GRADIENT_BYTES_PER_PARAMETER + cluster.device.dtype_bytes
+        ring = (size - 1) / size * self.rank_parameters * per_parameter / rate
+        return float(ring + 2 * latency)
+
+    def optimizer_step_s(self) -> float:
+        device = self.cluster.device
+        shard = self.rank_parameters / self.parallel.data_parallel_size
+        moved = 2 * _OPTIMIZER_BYTES_PER_PARAMETER * shard
+        rate = device.memory_bandwidth_bytes_per_s * device.bandwidth_efficiency
+        return float(moved / rate + device.host_layer_s)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes on one device of one pipeline stage."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    parallel: ParallelConfig
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """Weights, fp32 gradients, and AdamW states sharded over the data-parallel ranks."""
+        parameters = RooflineCostModel(self.model, self.cluster, self.parallel).rank_parameters
+        optimizer = _OPTIMIZER_BYTES_PER_PARAMETER / self.parallel.data_parallel_size
+        per_parameter = self.cluster.device.dtype_bytes + _GRADIENT_BYTES_PER_PARAMETER + optimizer
+        return int(parameters * per_parameter)
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """Cached K and V of one token in all layers of a stage."""
+        layers = self.model.num_layers // self.parallel.pipeline_model_parallel_size
+        width = self.model.kv_width // self.parallel.tensor_model_parallel_size
+        return 2 * layers * width * self.cluster.device.dtype_bytes
+
+    @cached_property
+    def kv_gradient_bytes_per_token(self) -> int:
+        """dK and dV accumulators of one cached token: at least fp32."""
+        dtype_bytes = self.cluster.device.dtype_bytes
+        return self.kv_bytes_per_token // dtype_bytes * max(4, dtype_bytes)
+
+    @cached_property
+    def activation_bytes_per_token(self) -> int:
+        """Activations kept per token and stage between forward and backward, without recompute.
+
+        Per layer: inputs of both norms and of the two projections behind them (4 h), Q, K, V,
+        the attention output, gate, up and their product; tensor parallelism divides all but
+        the first four, sequence parallelism divides those too.
+        """
+        model, tp = self.model, self.parallel.tensor_model_parallel_size
+        replicated = 4 * model.hidden_size / (tp if self.parallel.sequence_parallel else 1)
+        ffn = model.moe_topk * model.moe_ffn_hidden_size or model.ffn_hidden_size
+        sharded = (2 * model.attention_width + 2 * model.kv_width + 3 * ffn) / tp
+        layers = model.num_layers // self.parallel.pipeline_model_parallel_size
+        return int(layers * (replicated + sharded) * self.cluster.device.dtype_bytes)
+
+    @cached_property
+    def recompute_bytes_per_token(self) -> int:
+        """Activations kept per token and stage under full layer recompute: each layer's input."""
+        layers = self.model.num_layers // self.parallel.pipeline_model_parallel_size
+        return layers * self.stage_input_bytes_per_token
+
+    @cached_property
+    def stage_input_bytes_per_token(self) -> int:
+        """What a dropped micro-batch keeps: the hidden states that entered the stage."""
+        shard = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        return self.model.hidden_size * self.cluster.device.dtype_bytes // shard
+
+    @cached_property
+    def logits_bytes_per_token(self) -> int:
+        """fp32 logits and their gradient of one predicted position."""
+        return 8 * self.model.vocab_size // self.parallel.tensor_model_parallel_size

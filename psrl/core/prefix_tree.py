@@ -1,0 +1,229 @@
+"""Compressed prefix tree of a batch, as flat arrays in depth-first pre-order.
+
+Built by sorting the samples and comparing neighbours, not by inserting tokens: the nodes are
+the intervals of sorted samples with a common prefix. Node 0 is a root without tokens, so a
+forest needs no special case.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import PlanError
+from .sample import IntArray, SampleBatch
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """V nodes in pre-order, S samples; a node is a run of tokens shared by the same samples.
+
+    Attributes:
+        parent: [V] parent node; -1 for the root.
+        start_depth: [V] tokens before the node on its path.
+        num_tokens: [V] tokens of the node; 0 for the root only.
+        subtree_end: [V] the subtree of v is the nodes `v .. subtree_end[v] - 1`.
+        first_sample: [V] position in `sample_order` of the first sample through the node.
+        samples_through: [V] samples through the node; those positions are contiguous.
+        sample_order: [S] samples sorted by share key, then symbols.
+        sample_node: [S] node at whose end each sample ends.
+        logical_tokens: tokens of all samples.
+    """
+
+    parent: IntArray
+    start_depth: IntArray
+    num_tokens: IntArray
+    subtree_end: IntArray
+    first_sample: IntArray
+    samples_through: IntArray
+    sample_order: IntArray
+    sample_node: IntArray
+    logical_tokens: int
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    @property
+    def unique_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+    @property
+    def prefix_match_rate(self) -> float:
+        """`1 - unique_tokens / logical_tokens`; 0 for an empty batch."""
+        return 1.0 - self.unique_tokens / self.logical_tokens if self.logical_tokens else 0.0
+
+    @cached_property
+    def end_depth(self) -> IntArray:
+        """[V] tokens on the path up to and including the node."""
+        return self.start_depth + self.num_tokens
+
+    @cached_property
+    def token_start(self) -> IntArray:
+        """[V + 1] tokens of all nodes before each node in pre-order."""
+        return np.concatenate([[0], np.cumsum(self.num_tokens)]).astype(np.int64)
+
+    @cached_property
+    def representative(self) -> IntArray:
+        """[V] a sample through the node; its tokens [start_depth, end_depth) are the node's."""
+        if not len(self.sample_order):
+            return np.full(self.num_nodes, -1, np.int64)
+        return self.sample_order[self.first_sample]
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the first below the root down to `node`; empty for the root."""
+        nodes: list[int] = []
+        while node > 0:
+            nodes.append(node)
+            node = int(self.parent[node])
+        return nodes[::-1]
+
+    def validate(self) -> None:
+        """Check true pre-order: the visibility rule is silently wrong without it.
+
+        Raises:
+            PlanError: naming the first node that breaks the order.
+        """
+        node = np.arange(self.num_nodes)
+        if not self.num_nodes or self.parent[0] != -1 or self.num_tokens[0] != 0:
+            raise PlanError("prefix tree: node 0 must be a root without tokens")
+        parent = self.parent[1:]
+        inside = (parent >= 0) & (parent < node[1:])
+        inside &= self.subtree_end[1:] <= self.subtree_end[parent]
+        inside &= (self.subtree_end[1:] > node[1:]) & (self.num_tokens[1:] > 0)
+        inside &= self.start_depth[1:] == self.end_depth[parent]
+        # In pre-order a node's parent is the previous node or an ancestor of it whose subtree
+        # still covers this node; any other parent means that a sibling was placed too early.
+        inside &= (self.subtree_end[parent] > node[1:]) & (
+            (parent == node[:-1]) | (self.subtree_end[node[:-1]] <= node[1:])
+        )
+        if not inside.all():
+            bad = int(np.flatnonzero(~inside)[0]) + 1
+            raise PlanError(
+                f"prefix tree: node {bad} (parent {int(self.parent[bad])}, subtree end "
+                f"{int(self.subtree_end[bad])}) breaks depth-first pre-order"
+            )
+
+
+def build_prefix_tree(
+    batch: SampleBatch,
+    share_key: npt.ArrayLike | None = None,
+    granularity_tokens: int = 1,
+) -> PrefixTree:
+    """The prefix tree of a batch.
+
+    Args:
+        batch: samples to share between.
+        share_key: [S] samples share only with samples of the same key; None shares all.
+            `arange(S)` gives unshared training, one chain per sample.
+        granularity_tokens: prefixes are shared in whole blocks of this many tokens.
+    """
+    count = batch.num_samples
+    keys = np.zeros(count, np.int64) if share_key is None else np.asarray(share_key, np.int64)
+    order = _sorted_samples(batch, keys)
+    length = batch.num_tokens[order]
+    common = _common_tokens(batch, order, keys)
+    common -= common % granularity_tokens
+    left, right, end_depth = _intervals(common, length)
+    by_preorder = np.lexsort((end_depth, left))
+    left, right, end_depth = left[by_preorder], right[by_preorder], end_depth[by_preorder]
+    subtree_end = np.searchsorted(left, right, side="left")
+    subtree_end[0] = len(left)
+    parent = _parents(subtree_end)
+    start_depth = np.where(parent < 0, 0, end_depth[parent])
+    sample_node = np.empty(count, np.int64)
+    sample_node[order] = _end_nodes(left, right, end_depth, parent, length)
+    return PrefixTree(
+        parent=parent,
+        start_depth=start_depth,
+        num_tokens=end_depth - start_depth,
+        subtree_end=subtree_end,
+        first_sample=left,
+        samples_through=right - left,
+        sample_order=order,
+        sample_node=sample_node,
+        logical_tokens=batch.logical_tokens,
+    )
+
+
+def _sorted_samples(batch: SampleBatch, keys: IntArray) -> IntArray:
+    """Samples by (key, symbols), a prefix before its extensions; equal samples keep order."""
+    # Big-endian bytes compare like the numbers, so one memcmp compares two whole samples.
+    wide = bool(len(batch.symbols)) and int(batch.symbols.max()) >= 2**32
+    big_endian = batch.symbols.astype(">u8" if wide else ">u4")
+    raw, size = big_endian.tobytes(), big_endian.itemsize
+    bounds = (batch.symbol_offsets * size).tolist()
+    texts = [raw[a:z] for a, z in pairwise(bounds)]
+    key_list = keys.tolist()
+    pairs = list(zip(key_list, texts, strict=True))
+    return np.array(sorted(range(len(pairs)), key=pairs.__getitem__), np.int64)
+
+
+def _common_tokens(batch: SampleBatch, order: IntArray, keys: IntArray) -> IntArray:
+    """[S] tokens that each sorted sample has in common with the one before it; 0 for the first."""
+    symbols, tokens = batch.symbols, batch.occurrence_tokens
+    cumulative = np.concatenate([[0], np.cumsum(tokens)])
+    starts = batch.symbol_offsets[order].tolist()
+    ends = batch.symbol_offsets[order + 1].tolist() if len(order) else []
+    sorted_keys = keys[order].tolist()
+    common = np.zeros(len(order), np.int64)
+    for i in range(1, len(order)):
+        if sorted_keys[i] != sorted_keys[i - 1]:
+            continue
+        a, b = starts[i - 1], starts[i]
+        shorter = min(ends[i - 1] - a, ends[i] - b)
+        differs = symbols[a : a + shorter] != symbols[b : b + shorter]
+        first = int(differs.argmax()) if shorter else 0
+        matched = first if shorter and differs[first] else shorter
+        common[i] = cumulative[b + matched] - cumulative[b]
+    return common
+
+
+def _intervals(common: IntArray, length: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Nodes as (left, right, end depth): runs of sorted samples that share that many tokens."""
+    nodes = [(0, len(length), 0)]
+    open_left, open_depth = [0], [0]
+    after = np.append(common[1:], 0).tolist() if len(length) else []
+    before, lengths = common.tolist(), length.tolist()
+    for i, (matched, total) in enumerate(zip(before, lengths, strict=True)):
+        left = i
+        while open_depth[-1] > matched:
+            left = open_left.pop()
+            nodes.append((left, i, open_depth.pop()))
+        if open_depth[-1] < matched:
+            open_left.append(left if left < i else i - 1)
+            open_depth.append(matched)
+        if total > max(matched, after[i]):
+            nodes.append((i, i + 1, total))
+    while len(open_depth) > 1:
+        nodes.append((open_left.pop(), len(lengths), open_depth.pop()))
+    columns = np.array(nodes, np.int64)
+    return columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def _parents(subtree_end: IntArray) -> IntArray:
+    parent = np.full(len(subtree_end), -1, np.int64)
+    path: list[int] = []
+    ends = subtree_end.tolist()
+    for node, _ in enumerate(ends):
+        while path and ends[path[-1]] <= node:
+            path.pop()
+        if path:
+            parent[node] = path[-1]
+        path.append(node)
+    return parent
+
+
+def _end_nodes(
+    left: IntArray, right: IntArray, end_depth: IntArray, parent: IntArray, length: IntArray
+) -> IntArray:
+    """[S] node at which each sorted sample ends: the deepest one that holds all its tokens."""
+    position = np.arange(len(length))
+    node = np.searchsorted(left, position, side="right") - 1
+    while True:
+        outside = (right[node] <= position) | (end_depth[node] > length)
+        if not outside.any():
+            return node
+        node = np.where(outside, parent[node], node)

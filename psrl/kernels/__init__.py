@@ -1,0 +1,1 @@
+"""Attention over shared prefixes: PyTorch reference, CPU path and Triton kernels."""

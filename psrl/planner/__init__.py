@@ -1,0 +1,1 @@
+"""Scheduling policies: planning problem in, plan out."""

@@ -1,0 +1,1 @@
+"""Replay a plan op by op in simulated time and memory."""

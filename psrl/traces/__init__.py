@@ -1,0 +1,1 @@
+"""Read, import, synthesise and describe traces of training samples."""
