@@ -134,7 +134,8 @@ class RooflineCostModel:
         layers = self.layers_per_stage * self._layer_s(
             num_tokens, pairs, 2.0, _ATTENTION_BACKWARD_FACTOR
         )
-        return layers + 2.0 * self._head_s(stage, head_tokens)
+        # The head is computed in chunks that are recomputed: forward again, then two products.
+        return layers + 3.0 * self._head_s(stage, head_tokens)
 
     def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
         return self.stage_forward_s(self._last_stage, num_tokens, pairs, head_tokens)
