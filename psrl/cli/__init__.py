@@ -1,0 +1,5 @@
+"""The `psrl` command: composes all parts and holds no logic of its own."""
+
+from .main import main
+
+__all__ = ["main"]

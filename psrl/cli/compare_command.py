@@ -1,0 +1,147 @@
+"""`psrl compare`: one trace, several policies, one run directory with tables, plots and report."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psrl.core.config import Setup, load_setup
+from psrl.core.errors import ConfigError, ExitCode
+from psrl.core.events import Events
+from psrl.core.metrics import run_metrics
+from psrl.core.plan import Plan
+from psrl.core.run import IfExists, RunDir
+from psrl.core.sample import SampleBatch
+from psrl.core.trace import Trace, open_trace
+
+from .execute_commands import execute_policies
+from .output import OutputOptions
+from .trace_commands import format_stats, mode_stats
+
+DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Plan and simulate a trace under several policies; table, plots and a self-contained report."""
+
+    trace: Path
+    """trace directory"""
+    cluster: Path
+    """cluster file (TOML)"""
+    run_dir: Path
+    """run directory to write"""
+    output: OutputOptions
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+    baseline: str = "verl"
+    """policy that speed-ups refer to; it must be among the policies"""
+    execute: tuple[str, ...] = ()
+    """also execute these policies' plans on this machine and compare their results"""
+    iteration: int = 0
+    set: tuple[str, ...] = ()
+    """change a value of the cluster file, e.g. parallel.data_parallel_size=4"""
+    if_exists: IfExists = "error"
+
+    def run(self) -> ExitCode:
+        from psrl.analysis.report import write_report
+        from psrl.analysis.tables import format_comparison, write_comparison
+
+        self._check_names()
+        setup = load_setup(self.cluster, self.set)
+        trace = open_trace(self.trace)
+        batch = trace.iteration(self.iteration)
+        details = {"trace_hash": trace.content_hash, "kind": "comparison"}
+        with RunDir(self.run_dir, "compare", self.if_exists, details) as run:
+            stats = mode_stats(trace, batch)
+            self._say(format_stats(stats))
+            self._write_inputs(run, setup, trace, stats)
+            plans = self._plan_and_simulate(run, setup, trace, batch)
+            if self.execute:
+                executed = execute_policies(
+                    run, {name: plans[name] for name in self.execute}, trace, self.output
+                )
+                self._say(executed)
+            with self.output.step("writing tables, plots and report"):
+                table = write_comparison(run.path, self.baseline)
+                write_report(run.path)
+            text = format_comparison(table)
+        result = {"run": str(self.run_dir), "policies": table.to_dict("records")}
+        self.output.emit(result, f"\n{text}\n\nreport: {self.run_dir / 'report.html'}")
+        return ExitCode.OK
+
+    def _say(self, text: str) -> None:
+        if not self.output.json:
+            print(text, flush=True)
+
+    def _check_names(self) -> None:
+        from psrl.planner import require_policy
+
+        for name in self.policies:
+            require_policy(name)
+        for name in (self.baseline, *self.execute):
+            if name not in self.policies:
+                raise ConfigError(
+                    f"{name!r} is not among the compared policies {', '.join(self.policies)}",
+                    f"add it: --policies {' '.join((*self.policies, name))}",
+                )
+
+    def _write_inputs(
+        self, run: RunDir, setup: Setup, trace: Trace, stats: dict[str, dict[str, Any]]
+    ) -> None:
+        header = trace.header
+        run.write_json("setup.json", setup.model_dump())
+        run.write_json(
+            "config.json",
+            {
+                "trace": str(self.trace),
+                "cluster": str(self.cluster),
+                "iteration": self.iteration,
+                "policies": list(self.policies),
+                "baseline": self.baseline,
+                "set": list(self.set),
+            },
+        )
+        run.write_json(
+            "sharing.json",
+            {
+                **stats,
+                "trace": {
+                    "path": str(self.trace),
+                    "content_hash": trace.content_hash,
+                    "source": header.source,
+                    "licence": header.licence,
+                    "sampling_mode": header.sampling_mode,
+                },
+            },
+        )
+
+    def _plan_and_simulate(
+        self, run: RunDir, setup: Setup, trace: Trace, batch: SampleBatch
+    ) -> dict[str, Plan]:
+        from psrl.planner import PlanningProblem, make_plan
+        from psrl.sim.breakdown import speedup_factors
+        from psrl.sim.engine import simulate
+
+        problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
+        plans: dict[str, Plan] = {}
+        events: dict[str, Events] = {}
+        plan_time_s: dict[str, float] = {}
+        for name in self.policies:
+            folder = run.path / "policies" / name
+            folder.mkdir(parents=True)
+            with self.output.step(f"planning and simulating {name}"):
+                started_s = time.perf_counter()
+                plans[name] = make_plan(problem, name)
+                plan_time_s[name] = time.perf_counter() - started_s
+                plans[name].save(folder / "plan")
+                events[name] = simulate(plans[name], batch)
+            events[name].save(folder / "events.parquet")
+            metrics = run_metrics(plans[name], batch, events[name])
+            run.write_json(f"policies/{name}/metrics.json", metrics)
+        for name in self.policies:
+            factors = speedup_factors(
+                plans[self.baseline], events[self.baseline], plans[name], events[name], batch
+            )
+            run.write_json(f"policies/{name}/factors.json", factors)
+        run.note(plan_time_s={name: round(t, 3) for name, t in plan_time_s.items()})
+        return plans

@@ -1,0 +1,132 @@
+"""`psrl plan` and `psrl simulate`."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from psrl.core.check_plan import check_plan
+from psrl.core.config import load_setup
+from psrl.core.errors import ExitCode, PlanError
+from psrl.core.metrics import run_metrics
+from psrl.core.plan import Plan
+from psrl.core.run import IfExists, RunDir
+from psrl.core.sample import SampleBatch
+from psrl.core.trace import Trace, open_trace
+
+from .output import OutputOptions
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Choose placement, micro-batches, order and caching for one iteration of a trace."""
+
+    trace: Path
+    """trace directory"""
+    cluster: Path
+    """cluster file (TOML): model, cluster, parallel layout, planning budgets"""
+    out: Path
+    """plan directory to write"""
+    output: OutputOptions
+    policy: str = "psrl"
+    """scheduling policy; docs/policies.md lists them"""
+    iteration: int = 0
+    set: tuple[str, ...] = ()
+    """change a value of the cluster file, e.g. planning.max_tokens_per_micro_batch=8192"""
+
+    def run(self) -> ExitCode:
+        from psrl.planner import PlanningProblem, make_plan
+
+        setup = load_setup(self.cluster, self.set)
+        trace = open_trace(self.trace)
+        batch = trace.iteration(self.iteration)
+        problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
+        started_s = time.perf_counter()
+        with self.output.step(f"planning with {self.policy}"):
+            plan = make_plan(problem, self.policy)
+        plan_time_s = time.perf_counter() - started_s
+        plan.save(self.out)
+        result = {"plan": str(self.out), "policy": plan.policy, **plan.predicted}
+        self.output.emit({**result, "plan_time_s": plan_time_s}, describe_plan(plan, self.out))
+        return ExitCode.OK
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Replay a plan on the simulated cluster: time, balance and memory, op by op."""
+
+    plan: tyro.conf.Positional[Path]
+    """plan directory"""
+    trace: Path
+    """the trace that the plan was made for"""
+    run_dir: Path
+    """run directory to write"""
+    output: OutputOptions
+    if_exists: IfExists = "error"
+
+    def run(self) -> ExitCode:
+        from psrl.sim.engine import simulate
+
+        plan = Plan.load(self.plan)
+        batch = plan_batch(plan, open_trace(self.trace))
+        details = {"trace_hash": plan.trace_hash, "plan": str(self.plan), "kind": "simulated"}
+        with RunDir(self.run_dir, "simulate", self.if_exists, details) as run:
+            with self.output.step(f"simulating {plan.policy}"):
+                check_plan(plan, batch)
+                events = simulate(plan, batch)
+            metrics = run_metrics(plan, batch, events)
+            events.save(run.path / "events.parquet")
+            run.write_json("metrics.json", metrics)
+        self.output.emit(metrics, describe_metrics(metrics))
+        return ExitCode.OK
+
+
+def plan_batch(plan: Plan, trace: Trace) -> SampleBatch:
+    """The iteration that a plan was made for.
+
+    Raises:
+        PlanError: if the plan belongs to another trace.
+    """
+    if plan.trace_hash != trace.content_hash:
+        raise PlanError(
+            f"the plan was made for trace {plan.trace_hash[:12]}, {trace.path} is "
+            f"{trace.content_hash[:12]}",
+            "plan again for this trace, or pass the trace of the plan",
+        )
+    return trace.iteration(plan.iteration)
+
+
+def describe_plan(plan: Plan, path: Path) -> str:
+    """A few lines about a plan."""
+    predicted = plan.predicted
+    lines = [f"{path}: policy {plan.policy} on {plan.num_ranks} data-parallel rank(s)"]
+    for program in plan.programs:
+        what = f"mini-batch {program.mini_batch}" if program.is_update else "whole batch"
+        lines.append(
+            f"  {' + '.join(program.phases)} ({what}): {len(program.assignments):,} samples, "
+            f"{program.unique_tokens:,} tokens to compute, {len(program.micro_batches):,} "
+            f"micro-batches, {len(program.blocks):,} cached blocks"
+        )
+    lines.append(
+        f"  predicted {predicted['makespan_s']:.3f} s, proven lower bound "
+        f"{predicted['lower_bound_s']:.3f} s, gap {predicted['gap']:.2%}"
+    )
+    return "\n".join(lines)
+
+
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """One line per phase and a total."""
+    lines = [
+        f"{'phase':<14}{'time':>12}{'executed tokens':>17}{'max/min':>9}{'bubbles':>9}"
+        f"{'peak memory':>14}{'peak KV':>12}"
+    ]
+    rows = [*metrics["phases"].items(), ("total", metrics)]
+    for name, row in rows:
+        lines.append(
+            f"{name:<14}{row['makespan_s']:>10.3f} s{row['executed_tokens']:>17,}"
+            f"{row['worker_time_max_over_min']:>9.3f}{row['bubble_fraction']:>9.1%}"
+            f"{row['peak_memory_bytes'] / 2**30:>10.2f} GiB{row['peak_kv_bytes'] / 2**20:>8.1f} MiB"
+        )
+    return "\n".join(lines)
