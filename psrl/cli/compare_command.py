@@ -14,16 +14,23 @@ from psrl.core.run import IfExists, RunDir
 from psrl.core.sample import SampleBatch
 from psrl.core.trace import Trace, open_trace
 
-from .execute_commands import execute_policies
+from .execute_commands import (
+    ExecutionFlags,
+    execute_policies,
+    format_exactness,
+    require_exact,
+)
 from .output import OutputOptions
 from .trace_commands import format_stats, mode_stats
 
+# Largest relative difference that rounding explains; bfloat16 results are reported, not judged.
+TOLERANCE = {"float32": 5e-6, "float64": 1e-10}
 DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Plan and simulate a trace under several policies; table, plots and a self-contained report."""
+    """Plan and simulate a trace under several policies: table, plots, self-contained report."""
 
     trace: Path
     """trace directory"""
@@ -31,6 +38,7 @@ class Compare:
     """cluster file (TOML)"""
     run_dir: Path
     """run directory to write"""
+    flags: ExecutionFlags
     output: OutputOptions
     policies: tuple[str, ...] = DEFAULT_POLICIES
     baseline: str = "verl"
@@ -44,29 +52,47 @@ class Compare:
 
     def run(self) -> ExitCode:
         from psrl.analysis.report import write_report
-        from psrl.analysis.tables import format_comparison, write_comparison
+        from psrl.analysis.tables import (
+            executed_table,
+            format_comparison,
+            format_executed,
+            write_comparison,
+        )
 
         self._check_names()
         setup = load_setup(self.cluster, self.set)
         trace = open_trace(self.trace)
         batch = trace.iteration(self.iteration)
         details = {"trace_hash": trace.content_hash, "kind": "comparison"}
+        differences: list[dict[str, Any]] = []
         with RunDir(self.run_dir, "compare", self.if_exists, details) as run:
             stats = mode_stats(trace, batch)
             self._say(format_stats(stats))
             self._write_inputs(run, setup, trace, stats)
-            plans = self._plan_and_simulate(run, setup, trace, batch)
+            plan_time_s = self._plan_and_simulate(run, setup, trace, batch)
+            run.note(plan_time_s=plan_time_s)
             if self.execute:
-                executed = execute_policies(
-                    run, {name: plans[name] for name in self.execute}, trace, self.output
+                differences = execute_policies(
+                    run, self.execute, self.baseline, trace, self.flags, self.output
                 )
-                self._say(executed)
             with self.output.step("writing tables, plots and report"):
                 table = write_comparison(run.path, self.baseline)
-                write_report(run.path)
-            text = format_comparison(table)
-        result = {"run": str(self.run_dir), "policies": table.to_dict("records")}
-        self.output.emit(result, f"\n{text}\n\nreport: {self.run_dir / 'report.html'}")
+                write_report(run.path, self.baseline, self.run_dir)
+            table["plan_time_s"] = [plan_time_s[name] for name in table["policy"]]
+            text = "\nsimulated\n" + format_comparison(table)
+            if self.execute:
+                executed = executed_table(run.path, self.baseline)
+                text += "\n\nexecuted\n" + format_executed(executed)
+                text += f"\n\nagainst {self.baseline}\n" + format_exactness(differences)
+        result = {
+            "run": str(self.run_dir),
+            "policies": table.to_dict("records"),
+            "differences": differences,
+        }
+        self.output.emit(result, f"{text}\n\nreport: {self.run_dir / 'report.html'}")
+        dtype = self.flags.dtype or f"float{8 * setup.cluster.device.dtype_bytes}"
+        if dtype in TOLERANCE:
+            require_exact(differences, TOLERANCE[dtype])
         return ExitCode.OK
 
     def _say(self, text: str) -> None:
@@ -74,11 +100,13 @@ class Compare:
             print(text, flush=True)
 
     def _check_names(self) -> None:
-        from psrl.planner import require_policy
-
-        for name in self.policies:
-            require_policy(name)
-        for name in (self.baseline, *self.execute):
+        executed = (self.baseline, *self.execute) if self.execute else ()
+        if self.execute and self.baseline not in self.execute:
+            raise ConfigError(
+                f"the baseline {self.baseline!r} is not executed, so nothing can be compared",
+                f"add it: --execute {' '.join((self.baseline, *self.execute))}",
+            )
+        for name in (self.baseline, *executed):
             if name not in self.policies:
                 raise ConfigError(
                     f"{name!r} is not among the compared policies {', '.join(self.policies)}",
@@ -117,7 +145,7 @@ class Compare:
 
     def _plan_and_simulate(
         self, run: RunDir, setup: Setup, trace: Trace, batch: SampleBatch
-    ) -> dict[str, Plan]:
+    ) -> dict[str, float]:
         from psrl.planner import PlanningProblem, make_plan
         from psrl.sim.breakdown import speedup_factors
         from psrl.sim.engine import simulate
@@ -143,5 +171,4 @@ class Compare:
                 plans[self.baseline], events[self.baseline], plans[name], events[name], batch
             )
             run.write_json(f"policies/{name}/factors.json", factors)
-        run.note(plan_time_s={name: round(t, 3) for name, t in plan_time_s.items()})
-        return plans
+        return plan_time_s

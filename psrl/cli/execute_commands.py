@@ -1,11 +1,14 @@
 """`psrl execute` and `psrl verify`."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from psrl.core.check_plan import check_plan
 from psrl.core.errors import ExitCode, ToleranceError
 from psrl.core.plan import Plan
 from psrl.core.run import IfExists, RunDir
@@ -14,12 +17,49 @@ from psrl.core.trace import Trace, open_trace
 from .output import OutputOptions
 from .plan_commands import describe_metrics, plan_batch
 
-TOLERANCE = {"float32": 5e-6, "float64": 1e-10, "bfloat16": 2.5e-2}
+if TYPE_CHECKING:
+    from psrl.backend.options import ExecuteOptions
+
+
+@dataclass(frozen=True)
+class ExecutionFlags:
+    """How plans are executed."""
+
+    dtype: Literal["float32", "float64", "bfloat16"] | None = None
+    """working precision; default the one of the plan's device"""
+    seed: int = 0
+    """seed of the random weights"""
+    clip_ratio: float = 0.2
+    """PPO clip range"""
+    kl_coefficient: float = 0.001
+    """weight of the KL penalty to the reference policy"""
+    warmup: int = 0
+    """untimed runs of every phase before the timed ones"""
+    repeat: int = 1
+    """timed runs of every phase; times are medians"""
+    timeout_s: float = 3600.0
+    """stop all ranks after this time"""
+
+    def options(self, keep_gradients: bool) -> "ExecuteOptions":
+        from psrl.backend.loss import LossOptions
+        from psrl.backend.options import ExecuteOptions
+
+        return ExecuteOptions(
+            seed=self.seed,
+            dtype=self.dtype,
+            loss=LossOptions(clip_ratio=self.clip_ratio, kl_coefficient=self.kl_coefficient),
+            warmup=self.warmup,
+            repeat=self.repeat,
+            keep_gradients=keep_gradients,
+        )
 
 
 @dataclass(frozen=True)
 class Execute:
-    """Run a plan's phases with Megatron-core: log-old-prob, reference, update."""
+    """Run a plan's phases with Megatron-core: log-old-prob, reference, update.
+
+    Starts one process per rank on this machine, or joins the processes that torchrun started.
+    """
 
     plan: tyro.conf.Positional[Path]
     """plan directory"""
@@ -27,16 +67,35 @@ class Execute:
     """the trace that the plan was made for"""
     run_dir: Path
     """run directory to write"""
+    flags: ExecutionFlags
     output: OutputOptions
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    seed: int = 0
-    """seed of the random initial weights"""
-    save_gradients: bool = True
-    """keep the gradients, so that `psrl verify` can compare two runs"""
+    keep_gradients: bool = False
+    """store the gradients, so that `psrl verify` can compare two runs"""
     if_exists: IfExists = "error"
 
     def run(self) -> ExitCode:
-        raise SystemExit
+        from psrl.backend.launch import is_first_process
+
+        plan, trace = Plan.load(self.plan), open_trace(self.trace)
+        if not is_first_process():
+            from psrl.backend.output import execute_to_directory
+
+            options = self.flags.options(self.keep_gradients)
+            nowhere = Path(os.devnull)
+            execute_to_directory(plan, trace, options, nowhere, self.flags.timeout_s)
+            return ExitCode.OK
+        with self.output.step(f"executing {plan.policy} on {plan.parallel.world_size} process(es)"):
+            metrics = execute_run(
+                plan,
+                self.plan,
+                trace,
+                self.run_dir,
+                self.flags,
+                self.keep_gradients,
+                self.if_exists,
+            )
+        self.output.emit(metrics, describe_metrics(metrics))
+        return ExitCode.OK
 
 
 @dataclass(frozen=True)
@@ -47,28 +106,94 @@ class Verify:
     run_b: tyro.conf.Positional[Path]
     output: OutputOptions
     tolerance: float = 5e-6
-    """largest relative difference that passes"""
+    """largest relative difference that passes; float32"""
 
     def run(self) -> ExitCode:
         from psrl.analysis.compare_runs import exactness
 
-        rows = exactness(self.run_a, self.run_b)
+        rows = exactness(self.run_a, self.run_b, self.tolerance)
         self.output.emit({"differences": rows, "tolerance": self.tolerance}, format_exactness(rows))
-        worst = max(rows, key=lambda row: float(row["largest_relative_difference"]))
-        if worst["largest_relative_difference"] > self.tolerance:
-            raise ToleranceError(
-                f"{worst['quantity']} differs by {worst['largest_relative_difference']:.1e}, "
-                f"more than {self.tolerance:.1e}"
-            )
+        require_exact(rows, self.tolerance)
         return ExitCode.OK
 
 
-def format_exactness(rows: list[dict[str, Any]]) -> str:
+def execute_run(
+    plan: Plan,
+    plan_path: Path,
+    trace: Trace,
+    run_dir: Path,
+    flags: ExecutionFlags,
+    keep_gradients: bool,
+    if_exists: IfExists = "error",
+) -> dict[str, Any]:
+    """Execute a plan into a run directory; returns its metrics."""
+    from psrl.backend.output import execute_to_directory
+
+    check_plan(plan, plan_batch(plan, trace))
+    details = {
+        "trace_hash": plan.trace_hash,
+        "plan": str(plan_path),
+        "kind": "executed",
+        "seed": flags.seed,
+    }
+    with RunDir(run_dir, "execute", if_exists, details) as run:
+        options = flags.options(keep_gradients)
+        metrics = execute_to_directory(plan, trace, options, run.path, flags.timeout_s)
+        run.write_json("metrics.json", metrics)
+    return metrics
+
+
+def execute_policies(
+    run: RunDir,
+    policies: Sequence[str],
+    baseline: str,
+    trace: Trace,
+    flags: ExecutionFlags,
+    output: OutputOptions,
+) -> list[dict[str, Any]]:
+    """Execute the saved plans of a comparison; compare each result with the baseline's.
+
+    Returns:
+        Largest relative differences, as `psrl verify` reports them, over all policies.
+    """
+    from psrl.analysis.compare_runs import exactness
+
+    for name in policies:
+        folder = run.path / "policies" / name / "plan"
+        plan = Plan.load(folder)
+        with output.step(f"executing {name} on {plan.parallel.world_size} process(es)"):
+            execute_run(plan, folder, trace, run.path / "executed" / name, flags, True)
+    executed = run.path / "executed"
+    rows: dict[str, dict[str, Any]] = {}
+    for name in policies:
+        for row in exactness(executed / baseline, executed / name) if name != baseline else []:
+            worst = rows.setdefault(row["quantity"], row)
+            if row["largest_relative_difference"] > worst["largest_relative_difference"]:
+                rows[row["quantity"]] = row
+    run.write_json("exactness.json", list(rows.values()))
+    return list(rows.values())
+
+
+def require_exact(rows: Sequence[dict[str, Any]], tolerance: float) -> None:
+    """Raise unless all differences are within the tolerance.
+
+    Raises:
+        ToleranceError: naming the worst quantity.
+    """
+    for row in rows:
+        # Written so that NaN fails too.
+        if not row["largest_relative_difference"] <= tolerance:
+            raise ToleranceError(
+                f"{row['quantity']} differs by {row['largest_relative_difference']:.1e}, more "
+                f"than {tolerance:.1e}",
+                "sharing changed a result: check that both runs used the same weights and dtype",
+            )
+
+
+def format_exactness(rows: Sequence[dict[str, Any]]) -> str:
     """One line per compared quantity."""
     return "\n".join(
-        f"{row['quantity']:<12} largest relative difference "
+        f"{row['quantity']:<28} largest relative difference "
         f"{row['largest_relative_difference']:.1e}"
         for row in rows
     )
-def execute_policies(run: RunDir, plans: dict[str, Plan], trace: Trace, output: OutputOptions) -> str:
-    return ""

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"psrl {__version__}")
         return ExitCode.OK
     command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         prog="psrl",
         description="Replay traces of RL training samples, plan how to share their prefixes, "
         "simulate and execute the plan.",

@@ -1,8 +1,9 @@
 """`psrl trace import | stats | validate | slice`."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -23,7 +24,7 @@ class TraceImport:
     """trace directory to write"""
     output: OutputOptions
     format: str | None = None
-    """claude_code, mooncake, openai_messages or tau_bench; detected when not given"""
+    """claude_code, messages, mooncake or tau_bench; detected when not given"""
     tokenizer: str = "qwen"
     """for text: "qwen" (the vocabulary that the dashscope package ships) or a tokenizer.json"""
     hashes_only: bool = False
@@ -41,9 +42,9 @@ class TraceImport:
         from psrl.traces.blocks import to_blocks
         from psrl.traces.importers import ImportOptions, detect_format, import_recording
 
-        paths = [p for path in self.paths for p in _files(path)]
+        paths = list(self.paths)
         if not paths:
-            raise TraceError("no input file", "name at least one file or a non-empty directory")
+            raise TraceError("no input file", "name at least one file or folder")
         found, reason = (self.format, "--format") if self.format else detect_format(paths[0])
         options = ImportOptions(
             tokenizer=self.tokenizer,
@@ -170,10 +171,12 @@ def mode_stats(trace: Trace, batch: SampleBatch) -> dict[str, dict[str, Any]]:
     from psrl.traces.stats import sharing_stats
 
     recorded = trace.header.sampling_mode
-    modes: tuple[Literal["step", "traj"], ...] = ("step", "traj")
-    if recorded != "step":
-        return {recorded: sharing_stats(batch)}
-    return {mode: sharing_stats(derive(batch, mode)) for mode in modes}
+    stats = {recorded: sharing_stats(batch)}
+    if recorded == "step":
+        # Some block-hash traces do not show which samples continue which: no other mode then.
+        with suppress(TraceError):
+            stats["traj"] = sharing_stats(derive(batch, "traj"))
+    return stats
 
 
 def format_stats(stats: dict[str, dict[str, Any]]) -> str:
@@ -187,20 +190,12 @@ def format_stats(stats: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"{mode:<6}{row['num_samples']:>9,}{row['logical_tokens']:>16,}"
             f"{row['unique_tokens']:>15,}{row['prefix_match_rate']:>12.2%}"
-            f"{row['prefix_match_rate_within_group']:>10.2%}"
-            f"{row['prefix_match_rate_within_trajectory']:>10.2%}"
-            f"{row['token_bound']:>12.2f}x{row['pair_bound']:>11.2f}x"
+            f"{row['within_group']['prefix_match_rate']:>10.2%}"
+            f"{row['within_trajectory']['prefix_match_rate']:>10.2%}"
+            f"{row['overall']['speedup_bound_tokens']:>12.2f}x"
+            f"{row['overall']['speedup_bound_pairs']:>11.2f}x"
         )
     return "\n".join(lines)
-
-
-def _files(path: Path) -> list[Path]:
-    """The file itself, or the data files of a directory in name order."""
-    if not path.exists():
-        raise TraceError(f"{path} does not exist", "name recorded rollout files")
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
-    return [path]
 
 
 def _identity(trace: Trace) -> dict[str, Any]:
@@ -215,4 +210,3 @@ def _identity(trace: Trace) -> dict[str, Any]:
         "source": trace.header.source,
         "licence": trace.header.licence,
     }
-

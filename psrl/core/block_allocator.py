@@ -4,7 +4,7 @@ Torch-free bookkeeping, used by the simulator to account bytes and by the backen
 tensors, so that both see the same addresses.
 """
 
-from bisect import insort
+from bisect import bisect
 from typing import NamedTuple
 
 from .errors import PlanError
@@ -61,13 +61,16 @@ class BlockAllocator:
                 self._free[i : i + 1] = [rest] if rest.num_tokens else []
                 return Extent(hole.start, num_tokens)
         start = self.high_water_tokens
-        if self._free and self._free[-1].end == start:
-            start = self._free.pop().start
+        last_is_free = bool(self._free) and self._free[-1].end == start
+        if last_is_free:
+            start = self._free[-1].start
         if self.capacity_tokens is not None and start + num_tokens > self.capacity_tokens:
             raise PlanError(
                 f"key/value buffer of {self.capacity_tokens} tokens cannot place {num_tokens} more "
                 f"({self.live_tokens} live)"
             )
+        if last_is_free:
+            self._free.pop()
         self.high_water_tokens = start + num_tokens
         return Extent(start, num_tokens)
 
@@ -80,18 +83,15 @@ class BlockAllocator:
         extent = self.extent(block)
         del self._live[block]
         self.live_tokens -= extent.num_tokens
-        insort(self._free, extent)
-        self._merge_free()
+        start, end = extent.start, extent.end
+        at = bisect(self._free, extent)
+        if at < len(self._free) and self._free[at].start == end:
+            end = self._free.pop(at).end
+        if at and self._free[at - 1].end == start:
+            at -= 1
+            start = self._free.pop(at).start
+        self._free.insert(at, Extent(start, end - start))
         return extent
-
-    def _merge_free(self) -> None:
-        merged: list[Extent] = []
-        for hole in self._free:
-            if merged and merged[-1].end == hole.start:
-                merged[-1] = Extent(merged[-1].start, merged[-1].num_tokens + hole.num_tokens)
-            else:
-                merged.append(hole)
-        self._free = merged
 
     def extent(self, block: int) -> Extent:
         """Where a live block is.

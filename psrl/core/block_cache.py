@@ -36,7 +36,7 @@ class BlockCache:
             strict=True,
         ):
             self._owned[owner].append(block)
-            self._released[op, reader].append(block)
+            self._released[op, -1 if op == "end" else reader].append(block)
 
     @property
     def live_tokens(self) -> int:

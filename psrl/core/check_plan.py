@@ -13,7 +13,7 @@ import numpy as np
 from .cost_model import MemoryModel
 from .errors import InfeasibleError, PlanError
 from .memory import MemoryLedger
-from .packing import PackedMicroBatch, loss_edges, pack_rank
+from .packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
 from .plan import Plan, Program
 from .prefix_tree import PrefixTree
 from .sample import SampleBatch
@@ -40,35 +40,47 @@ def check_plan(plan: Plan, batch: SampleBatch, memory_fraction: float = 1.0) -> 
         samples = batch.select(program.assignments.sample)
         tree = program.tree(batch)
         tree.validate()
-        edges = 0
+        num_edges = 0
         for rank in range(plan.num_ranks):
             where = f"program {index}, rank {rank}"
             mine = program.on_rank(rank)
             _check_coverage(program, mine, rank, tree, where)
             packed = _check_order(mine, tree, where)
             _check_schedule(mine, packed, plan.parallel.pipeline_model_parallel_size, where)
+            edges = loss_edges(program, rank, tree, samples)
+            _check_head_tokens(mine, edges, where)
+            num_edges += len(edges.token)
             _check_memory(mine, packed, memory, memory_fraction, where)
-            edges += len(loss_edges(program, rank, tree, samples).token)
-        if edges != samples.loss_tokens:
+        if num_edges != samples.loss_tokens:
             raise PlanError(
-                f"rule 8: program {index} owns {edges} loss edges for {samples.loss_tokens} "
+                f"rule 8: program {index} owns {num_edges} loss edges for {samples.loss_tokens} "
                 "trained tokens"
             )
 
 
 def _check_samples(plan: Plan, batch: SampleBatch) -> None:
     """Rule 1: every phase trains every sample on one rank, an update only its mini-batch."""
+    if batch.num_samples and not plan.programs:
+        raise PlanError(f"rule 1: no program for the {batch.num_samples} samples")
     for index, program in enumerate(plan.programs):
-        chosen, rank = program.assignments.sample, program.assignments.rank
+        chosen = program.assignments.sample
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= batch.num_samples):
             raise PlanError(
-                f"rule 1: program {index} assigns sample {int(chosen.max())}, but the iteration "
-                f"has {batch.num_samples}",
+                f"rule 1: program {index} assigns samples {int(chosen.min())}..{int(chosen.max())},"
+                f" but the iteration has {batch.num_samples}",
                 "the plan was made for another trace or iteration",
             )
-        if len(rank) and (rank.min() < 0 or rank.max() >= plan.num_ranks):
+        for table in program.tables:
+            if len(table) and not 0 <= table.rank.min() <= table.rank.max() < plan.num_ranks:
+                raise PlanError(
+                    f"rule 1: program {index}, {type(table).__name__}: ranks "
+                    f"{int(table.rank.min())}..{int(table.rank.max())}, but the plan has "
+                    f"{plan.num_ranks}"
+                )
+        if program.is_update != (program.phases == ("update",)):
             raise PlanError(
-                f"rule 1: program {index} uses rank {int(rank.max())} of {plan.num_ranks}"
+                f"rule 1: program {index} {'has' if program.is_update else 'has no'} backwards but "
+                f"runs in {', '.join(program.phases) or 'no phase'}"
             )
         foreign = batch.mini_batch[chosen] != program.mini_batch
         if program.is_update and foreign.any():
@@ -91,11 +103,9 @@ def _check_coverage(
     program: Program, mine: Program, rank: int, tree: PrefixTree, where: str
 ) -> None:
     """Rule 2: the rank computes each token of its samples' paths once, and nothing else."""
-    needed = np.zeros(tree.num_nodes, bool)
-    needed[tree.sample_node[program.assignments.rank == rank]] = True
-    for child in range(tree.num_nodes - 1, 0, -1):
-        if needed[child]:
-            needed[tree.parent[child]] = True
+    on_rank = program.assignments.rank[tree.sample_order] == rank
+    before = np.concatenate([[0], np.cumsum(on_rank)])
+    needed = before[tree.first_sample + tree.samples_through] > before[tree.first_sample]
     needed[0] = False
     node, start, count = mine.segments.node, mine.segments.start_depth, mine.segments.num_tokens
     if len(node) and (node.min() < 1 or node.max() >= tree.num_nodes or count.min() < 1):
@@ -128,7 +138,11 @@ def _check_order(mine: Program, tree: PrefixTree, where: str) -> list[PackedMicr
         raise PlanError(f"rule 3: {where}: a segment's micro-batch is not in the table")
     if not np.isin(table.activation, ACTIVATIONS).all():
         raise PlanError(f"rule 3: {where}: activation must be one of {', '.join(ACTIVATIONS)}")
-    packed = pack_rank(mine, tree)
+    _check_block_table(mine, where)
+    try:
+        packed = pack_rank(mine, tree)
+    except PlanError as error:
+        raise PlanError(f"rule 4: {where}: {error.message}") from None
     for micro_batch, tokens, pairs in zip(
         packed, table.num_tokens.tolist(), table.pairs.tolist(), strict=True
     ):
@@ -139,6 +153,29 @@ def _check_order(mine: Program, tree: PrefixTree, where: str) -> list[PackedMicr
                 f"{tokens} and {pairs}"
             )
     return packed
+
+
+def _check_block_table(mine: Program, where: str) -> None:
+    """Rule 6, what it takes for granted: numbers occur once, rows exist and are cached once."""
+    blocks, size = mine.blocks, mine.micro_batches.num_tokens
+    if len(np.unique(blocks.block)) != len(blocks):
+        raise PlanError(f"rule 6: {where}: a block number occurs twice")
+    if not np.isin(blocks.micro_batch, mine.micro_batches.micro_batch).all():
+        raise PlanError(f"rule 6: {where}: a block's micro-batch is not in the table")
+    start, end = blocks.start_row, blocks.start_row + blocks.num_tokens
+    bad = (start < 0) | (blocks.num_tokens < 1) | (end > size[blocks.micro_batch])
+    bad |= blocks.allocated_tokens < blocks.num_tokens
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise PlanError(
+            f"rule 6: {where}: block {int(blocks.block[row])} holds rows "
+            f"[{int(start[row])}, {int(end[row])}) of the {int(size[blocks.micro_batch[row]])} of "
+            f"its micro-batch in {int(blocks.allocated_tokens[row])} allocated tokens"
+        )
+    order = np.lexsort((start, blocks.micro_batch))
+    same = np.diff(blocks.micro_batch[order]) == 0
+    if (same & (start[order][1:] < end[order][:-1])).any():
+        raise PlanError(f"rule 6: {where}: two blocks hold the same row")
 
 
 def _check_schedule(
@@ -155,6 +192,20 @@ def _check_schedule(
         )
     if Counter(ops) != expected:
         raise PlanError(f"rule 5: {where}: the op list does not run every micro-batch once")
+    forwarded: set[int] = set()
+    for op in ops:
+        if op.kind == "forward":
+            forwarded.add(op.micro_batch)
+        elif op.micro_batch not in forwarded:
+            raise PlanError(
+                f"rule 5: {where}: {op.kind} of micro-batch {op.micro_batch} precedes its forward"
+            )
+    for op, following in pairwise([*ops, Op("forward", -1)]):
+        if op.kind == "recompute" and following != Op("backward", op.micro_batch):
+            raise PlanError(
+                f"rule 6: {where}: recompute of micro-batch {op.micro_batch} does not directly "
+                "precede its backward"
+            )
     lists = [stage_ops(ops, num_stages, stage) for stage in range(num_stages)]
     for stage, stage_list in enumerate(lists):
         _check_reads(mine, packed, stage_list, f"{where}, stage {stage}")
@@ -176,8 +227,6 @@ def _check_reads(mine: Program, packed: list[PackedMicroBatch], ops: list[Op], w
             strict=True,
         )
     }
-    if len(owner) != len(blocks) or (blocks.allocated_tokens < blocks.num_tokens).any():
-        raise PlanError(f"rule 6: {where}: block table has duplicates or too small allocations")
     for block, writer in owner.items():
         if release[block] < at["forward", writer]:
             raise PlanError(f"rule 6: {where}: block {block} is released before it is written")
@@ -202,12 +251,22 @@ def _check_reads(mine: Program, packed: list[PackedMicroBatch], ops: list[Op], w
                     raise PlanError(
                         f"rule 6: {where}: block {block} is released before its owner's backward"
                     )
-    for op, following in pairwise([*ops, Op("forward", -1)]):
-        if op.kind == "recompute" and following != Op("backward", op.micro_batch):
-            raise PlanError(
-                f"rule 6: {where}: recompute of micro-batch {op.micro_batch} does not directly "
-                "precede its backward"
-            )
+
+
+def _check_head_tokens(mine: Program, edges: LossEdges, where: str) -> None:
+    """Rule 8: the table states the distinct positions whose logits are computed."""
+    size, stated = mine.micro_batches.num_tokens, mine.micro_batches.head_tokens
+    first_row = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
+    predicts = np.zeros(first_row[-1], bool)
+    predicts[first_row[edges.micro_batch] + edges.row] = True
+    owner = np.repeat(np.arange(len(size)), size)
+    found = np.bincount(owner[predicts], minlength=len(size))
+    if not np.array_equal(found, stated):
+        bad = int(np.flatnonzero(found != stated)[0])
+        raise PlanError(
+            f"rule 8: {where}: micro-batch {bad} predicts from {found[bad]} positions, the table "
+            f"says {int(stated[bad])} head_tokens"
+        )
 
 
 def _check_memory(
@@ -227,10 +286,11 @@ def _check_memory(
             if state.total_bytes > limit:
                 gib = 2**30
                 raise InfeasibleError(
-                    f"{where}, stage {stage}: {op.kind} of micro-batch {op.micro_batch} needs "
-                    f"{state.total_bytes / gib:.2f} GiB (static {state.static_bytes / gib:.2f}, "
-                    f"activations {state.activation_bytes / gib:.2f}, logits "
-                    f"{state.logits_bytes / gib:.2f}, KV {state.kv_bytes / gib:.2f}, dKV "
+                    f"rule 9: {where}, stage {stage}: {op.kind} of micro-batch {op.micro_batch} "
+                    f"needs {state.total_bytes / gib:.2f} GiB (static "
+                    f"{state.static_bytes / gib:.2f}, activations "
+                    f"{state.activation_bytes / gib:.2f}, logits {state.logits_bytes / gib:.2f}, "
+                    f"KV {state.kv_bytes / gib:.2f}, dKV "
                     f"{state.kv_gradient_bytes / gib:.2f}) but may use {limit / gib:.2f} GiB",
                     "lower planning.max_tokens_per_micro_batch, set parallel.recompute to full, "
                     "or raise a parallel size",

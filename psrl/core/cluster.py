@@ -1,6 +1,5 @@
 """Model, device, cluster and parallel layout: frozen specifications with divisibility checks."""
 
-from functools import cached_property
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,7 +43,7 @@ class ModelSpec(Spec):
         """Width of K (or V) of all groups together."""
         return self.num_query_groups * self.kv_channels
 
-    @cached_property
+    @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention projections and its two norms."""
         projections = self.hidden_size * (2 * self.attention_width + 2 * self.kv_width)
@@ -52,7 +51,7 @@ class ModelSpec(Spec):
         qk_norm = 2 * self.kv_channels if self.qk_layernorm else 0
         return projections + bias + qk_norm + 2 * self.hidden_size
 
-    @cached_property
+    @property
     def mlp_parameters(self) -> int:
         """Weights of one layer's SwiGLU MLP, or of all its experts and the router."""
         if not self.num_moe_experts:
@@ -60,7 +59,7 @@ class ModelSpec(Spec):
         expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
         return self.num_moe_experts * expert + self.hidden_size * self.num_moe_experts
 
-    @cached_property
+    @property
     def active_layer_parameters(self) -> int:
         """Weights of one layer that one token multiplies with."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
@@ -68,11 +67,11 @@ class ModelSpec(Spec):
             mlp = self.moe_topk * 3 * self.hidden_size * self.moe_ffn_hidden_size
         return self.attention_parameters + mlp
 
-    @cached_property
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
-    @cached_property
+    @property
     def num_parameters(self) -> int:
         layers = self.num_layers * (self.attention_parameters + self.mlp_parameters)
         heads = self.embedding_parameters * (1 if self.tied_embeddings else 2)

@@ -104,7 +104,7 @@ def _with_preset(value: Any, presets: dict[str, Any], where: str) -> Any:
     if not isinstance(table, dict) or "preset" not in table:
         return value
     name = table["preset"]
-    if name not in presets:
+    if not isinstance(name, str) or name not in presets:
         raise ConfigError(
             f"{where}: unknown preset {name!r}.{suggest(str(name), list(presets))}",
             f"known presets: {', '.join(presets)}",

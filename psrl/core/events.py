@@ -57,7 +57,7 @@ class Events:
         )
 
     def where(self, mask: np.ndarray) -> "Events":
-        """The rows of a boolean mask."""
+        """The rows of a boolean mask or an index array."""
         return Events(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
 
     def save(self, path: Path) -> None:
@@ -126,9 +126,12 @@ class EventLog:
         columns: list[tuple[str | int | float, ...]] = list(zip(*self._rows, strict=True))
         columns = columns or [() for _ in fields(Events)]
         types = {"phase": np.str_, "op": np.str_, "start_s": np.float64, "end_s": np.float64}
-        return Events(
+        events = Events(
             **{
                 f.name: np.array(column, types.get(f.name, np.int64))
                 for f, column in zip(fields(Events), columns, strict=True)
             }
         )
+        position = {phase: i for i, phase in enumerate(dict.fromkeys(events.phase.tolist()))}
+        phase = np.array([position[p] for p in events.phase.tolist()], np.int64)
+        return events.where(np.lexsort((events.start_s, events.stage, events.rank, phase)))

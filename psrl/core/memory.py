@@ -1,6 +1,6 @@
 """Bytes on one device while a stage runs its ops: the one accounting that all parts share."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .block_cache import BlockCache
 from .cost_model import MemoryModel
@@ -12,8 +12,7 @@ HEAD_CHUNK_TOKENS = 1024
 """Predicted positions whose logits exist at a time; the backend computes the head in chunks."""
 
 
-@dataclass(frozen=True)
-class MemoryState:
+class MemoryState(NamedTuple):
     """Bytes live on a device while an op runs."""
 
     static_bytes: int
@@ -88,13 +87,7 @@ class MemoryLedger:
             for block in self._reads[op.micro_batch]:
                 self.cache.touch_gradient(block)
         logits = min(head_tokens, HEAD_CHUNK_TOKENS) * memory.logits_bytes_per_token
-        state = MemoryState(
-            static_bytes=memory.static_bytes,
-            activation_bytes=self._held_bytes + transient,
-            logits_bytes=logits if self._is_last_stage else 0,
-            kv_bytes=self.cache.live_tokens * memory.kv_bytes_per_token,
-            kv_gradient_bytes=self.cache.gradient_tokens * memory.kv_gradient_bytes_per_token,
-        )
+        state = self._state(transient, logits if self._is_last_stage else 0)
         self.cache.end(op)
         if op.kind == "backward":
             self._hold(op.micro_batch, 0)
@@ -104,6 +97,21 @@ class MemoryLedger:
         self._held_bytes += nbytes - self._held.get(micro_batch, 0)
         self._held[micro_batch] = nbytes
 
-    def finish(self) -> None:
-        """End the program: every block must be gone."""
+    def finish(self) -> MemoryState:
+        """End the program; returns the bytes that stay.
+
+        Raises:
+            PlanError: if a block outlives the program.
+        """
         self.cache.end_program()
+        return self._state(0, 0)
+
+    def _state(self, transient_bytes: int, logits_bytes: int) -> MemoryState:
+        memory = self._memory
+        return MemoryState(
+            static_bytes=memory.static_bytes,
+            activation_bytes=self._held_bytes + transient_bytes,
+            logits_bytes=logits_bytes,
+            kv_bytes=self.cache.live_tokens * memory.kv_bytes_per_token,
+            kv_gradient_bytes=self.cache.gradient_tokens * memory.kv_gradient_bytes_per_token,
+        )

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from .cluster import ParallelConfig
 from .events import Events
 from .plan import Plan
 from .prefix_tree import build_prefix_tree
-from .sample import SampleBatch
+from .sample import FloatArray, SampleBatch
 
 PHASES = ("log_old_prob", "reference", "update")
 
@@ -24,29 +25,30 @@ def sharing_metrics(batch: SampleBatch) -> dict[str, Any]:
 
 
 def phase_metrics(
-    events: Events, phase: str, logical_tokens: int, unique_tokens: int
+    events: Events, phase: str, parallel: ParallelConfig, logical_tokens: int, unique_tokens: int
 ) -> dict[str, Any]:
     """Time, balance and idle share of one phase; empty if the phase did not run.
 
-    A bubble is the share of (rank, stage) time up to the makespan in which no op runs.
+    A bubble is the share of (rank, stage) time up to the makespan in which no op runs. A rank
+    without any micro-batch is a worker too, idle all the time.
     """
     mine = events.where(events.phase == phase)
     compute = mine.where(mine.micro_batch >= 0)
     if not len(compute):
         return {}
-    ranks = np.unique(compute.rank)
-    ends = np.array([_worker_time_s(compute, int(rank)) for rank in ranks])
+    worker_s = _worker_times_s(compute, parallel.data_parallel_size)
+    fastest, slowest = float(worker_s.min()), float(worker_s.max())
     makespan = float(mine.end_s.max())
-    workers = len(np.unique(np.stack([compute.rank, compute.stage]), axis=1)[0])
-    busy = float((compute.end_s - compute.start_s).sum())
+    workers = parallel.data_parallel_size * parallel.pipeline_model_parallel_size
+    busy = float((mine.end_s - mine.start_s).sum())
     forward = compute.where(compute.op == "forward")
     last_stage = forward.where(forward.stage == forward.stage.max())
     executed = int(last_stage.num_tokens.sum())
     return {
         "makespan_s": makespan,
-        "worker_time_min_s": float(ends.min()),
-        "worker_time_max_s": float(ends.max()),
-        "worker_time_max_over_min": float(ends.max() / ends.min()) if ends.min() else float("inf"),
+        "worker_time_min_s": fastest,
+        "worker_time_max_s": slowest,
+        "worker_time_max_over_min": slowest / fastest if fastest else float("inf"),
         "bubble_fraction": 1.0 - busy / (workers * makespan) if makespan else 0.0,
         "executed_tokens": executed,
         "logical_tokens_per_s": logical_tokens / makespan if makespan else 0.0,
@@ -56,26 +58,29 @@ def phase_metrics(
     }
 
 
-def _worker_time_s(compute: Events, rank: int) -> float:
-    """Time a rank works: the sum over programs of the span from its first start to its last end.
+def _worker_times_s(compute: Events, num_ranks: int) -> FloatArray:
+    """[num_ranks] time each rank works: the spans of its programs from first start to last end.
 
     Programs (optimizer steps) meet at the gradient reduction, so waiting for others between
-    them is not work.
+    them is not work; where the programs of a rank overlap, the time counts once.
     """
-    mine = compute.where(compute.rank == rank)
-    return float(
-        sum(
-            mine.end_s[mine.program == program].max() - mine.start_s[mine.program == program].min()
-            for program in np.unique(mine.program)
-        )
-    )
+    programs, program = np.unique(compute.program, return_inverse=True)
+    first = np.full((len(programs), num_ranks), np.inf)
+    last = np.zeros((len(programs), num_ranks))
+    np.minimum.at(first, (program, compute.rank), compute.start_s)
+    np.maximum.at(last, (program, compute.rank), compute.end_s)
+    worked, until = np.zeros(num_ranks), np.zeros(num_ranks)
+    for start, end in zip(first, last, strict=True):
+        worked += np.maximum(end - np.maximum(start, until), 0.0)
+        until = np.maximum(until, end)
+    return worked
 
 
 def run_metrics(plan: Plan, batch: SampleBatch, events: Events) -> dict[str, Any]:
     """Summary of a run, per phase and over all phases; a pure function of its arguments."""
     sharing = sharing_metrics(batch)
     logical, unique = sharing["logical_tokens"], sharing["unique_tokens"]
-    phases = {p: phase_metrics(events, p, logical, unique) for p in PHASES}
+    phases = {p: phase_metrics(events, p, plan.parallel, logical, unique) for p in PHASES}
     phases = {phase: metrics for phase, metrics in phases.items() if metrics}
     makespan = sum(m["makespan_s"] for m in phases.values())
     slowest = sum(m["worker_time_max_s"] for m in phases.values())

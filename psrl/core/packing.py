@@ -5,8 +5,10 @@ One visibility rule serves everything: in depth-first order, key slot s is visib
 every token's path predecessor is the token before it.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -77,12 +79,12 @@ class PackedMicroBatch:
         shift = self.start_depth - self.segment_start[:-1]
         return np.arange(self.total_tokens) + np.repeat(shift, self.num_tokens)
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Visible (query, key) pairs, a token seeing itself included."""
         return int(visible_pairs(self.start_depth, self.num_tokens).sum())
 
-    @property
+    @cached_property
     def read_blocks(self) -> frozenset[int]:
         """Blocks of earlier micro-batches that some query reads."""
         return frozenset(r.source for c in self.chains for r in c.runs if r.source != LOCAL)
@@ -222,11 +224,13 @@ def _path_runs(
 
 def _block_runs(piece: Piece, count: int, owned: list[CachedRows]) -> list[KeyRun]:
     runs, row, end = [], piece.row, piece.row + count
-    for cached in owned:
-        if cached.start <= row < cached.start + cached.num_tokens:
-            stop = min(end, cached.start + cached.num_tokens)
-            runs.append(KeyRun(cached.block, row - cached.start, stop - cached.start))
-            row = stop
+    at = max(0, bisect_right(owned, row, key=lambda cached: cached.start) - 1)
+    for cached in islice(owned, at, None):
+        stop = min(end, cached.start + cached.num_tokens)
+        if not cached.start <= row < stop:
+            break
+        runs.append(KeyRun(cached.block, row - cached.start, stop - cached.start))
+        row = stop
     if row < end:
         raise PlanError(
             f"rows {row}..{end - 1} of micro-batch {piece.micro_batch} are read by another "

@@ -53,8 +53,10 @@ class Table:
 
     @classmethod
     def empty(cls: type[T]) -> T:
-        dtypes = {"IntArray": np.int64, "FloatArray": np.float64, "StrArray": np.str_}
-        return cls(**{f.name: np.empty(0, dtypes[_type_name(f.type)]) for f in fields(cls)})
+        return cls(**{f.name: np.empty(0, _DTYPES[_type_name(f.type)]) for f in fields(cls)})
+
+
+_DTYPES = {"IntArray": np.int64, "FloatArray": np.float64, "StrArray": np.str_}
 
 
 def _type_name(annotation: Any) -> str:
@@ -150,6 +152,11 @@ class Program:
     schedule: Schedule
     blocks: Blocks
 
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The five tables, in the order of the files on disk."""
+        return tuple(getattr(self, name) for name in _TABLES)
+
     def tree(self, batch: SampleBatch) -> PrefixTree:
         """The prefix tree that `segments.node` refers to.
 
@@ -223,6 +230,14 @@ class Plan:
         partial = directory.with_name(directory.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        try:
+            self._write(partial)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+        os.replace(partial, directory)
+
+    def _write(self, directory: Path) -> None:
         header = {
             "schema_version": PLAN_SCHEMA_VERSION,
             "trace_hash": self.trace_hash,
@@ -244,7 +259,7 @@ class Plan:
             ],
         }
         text = json.dumps(header, indent=1, sort_keys=True)
-        (partial / "plan.json").write_text(text + "\n", encoding="utf-8")
+        (directory / "plan.json").write_text(text + "\n", encoding="utf-8")
         for name, table_class in _TABLES.items():
             columns: dict[str, Any] = {
                 "program": np.repeat(
@@ -253,8 +268,7 @@ class Plan:
             }
             merged = table_class.concatenate([getattr(p, name) for p in self.programs])
             columns |= {f.name: getattr(merged, f.name) for f in fields(merged)}
-            pq.write_table(pa.table(columns), partial / f"{name}.parquet", compression="zstd")
-        os.replace(partial, directory)
+            pq.write_table(pa.table(columns), directory / f"{name}.parquet", compression="zstd")
 
     @classmethod
     def load(cls, directory: Path) -> "Plan":
@@ -266,12 +280,14 @@ class Plan:
         path = directory / "plan.json"
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except OSError:
             raise PlanError(
                 f"{directory} is not a plan: it has no plan.json", "make one with `psrl plan`"
             ) from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise PlanError(f"{path}: not valid JSON ({error})") from None
+        if not isinstance(header, dict):
+            raise PlanError(f"{path}: holds no JSON object")
         version = header.get("schema_version")
         if version != PLAN_SCHEMA_VERSION:
             raise PlanError(
@@ -305,7 +321,7 @@ class Plan:
                 programs=programs,
                 predicted=header["predicted"],
             )
-        except (KeyError, OSError, ValueError, pa.ArrowException) as error:
+        except (KeyError, OSError, TypeError, ValueError, pa.ArrowException) as error:
             raise PlanError(
                 f"{directory}: damaged plan ({type(error).__name__}: {error})",
                 "make the plan again with `psrl plan`",
@@ -315,9 +331,14 @@ class Plan:
 def _read_programs(path: Path, table_class: type[T], num_programs: int) -> list[T]:
     arrow = pq.read_table(path)
     program = arrow["program"].to_numpy()
+    if len(program) and not 0 <= program.min() <= program.max() < num_programs:
+        raise ValueError(f"{path.name} has rows of a program that plan.json does not list")
     columns = {}
     for f in fields(table_class):
+        dtype = _DTYPES[_type_name(f.type)]
         values = arrow[f.name].to_numpy()
-        columns[f.name] = values.astype(np.str_) if _type_name(f.type) == "StrArray" else values
+        if (values.dtype == object) != (dtype is np.str_):
+            raise TypeError(f"column {f.name} of {path.name} holds {arrow[f.name].type}")
+        columns[f.name] = values.astype(dtype, casting="unsafe" if dtype is np.str_ else "safe")
     whole = table_class(**columns)
     return [whole.rows(np.flatnonzero(program == i)) for i in range(num_programs)]

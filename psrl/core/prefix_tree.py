@@ -87,18 +87,21 @@ class PrefixTree:
             PlanError: naming the first node that breaks the order.
         """
         node = np.arange(self.num_nodes)
-        if not self.num_nodes or self.parent[0] != -1 or self.num_tokens[0] != 0:
+        if not self.num_nodes or self.parent[0] != -1 or self.end_depth[0] != 0:
             raise PlanError("prefix tree: node 0 must be a root without tokens")
-        parent = self.parent[1:]
-        inside = (parent >= 0) & (parent < node[1:])
+        if self.subtree_end[0] != self.num_nodes:
+            raise PlanError(
+                f"prefix tree: the root's subtree ends at {int(self.subtree_end[0])}, the tree has "
+                f"{self.num_nodes} nodes"
+            )
+        inside = (self.parent[1:] >= 0) & (self.parent[1:] < node[1:])
+        parent = np.where(inside, self.parent[1:], 0)
         inside &= self.subtree_end[1:] <= self.subtree_end[parent]
         inside &= (self.subtree_end[1:] > node[1:]) & (self.num_tokens[1:] > 0)
         inside &= self.start_depth[1:] == self.end_depth[parent]
-        # In pre-order a node's parent is the previous node or an ancestor of it whose subtree
-        # still covers this node; any other parent means that a sibling was placed too early.
-        inside &= (self.subtree_end[parent] > node[1:]) & (
-            (parent == node[:-1]) | (self.subtree_end[node[:-1]] <= node[1:])
-        )
+        # In pre-order the parent is the innermost subtree still open; any other parent means that
+        # a sibling was placed too early or that a subtree ends too late.
+        inside &= self.parent[1:] == _parents(self.subtree_end)[1:]
         if not inside.all():
             bad = int(np.flatnonzero(~inside)[0]) + 1
             raise PlanError(
@@ -134,7 +137,7 @@ def build_prefix_tree(
     parent = _parents(subtree_end)
     start_depth = np.where(parent < 0, 0, end_depth[parent])
     sample_node = np.empty(count, np.int64)
-    sample_node[order] = _end_nodes(left, right, end_depth, parent, length)
+    sample_node[order] = _end_nodes(left, right, parent, count)
     return PrefixTree(
         parent=parent,
         start_depth=start_depth,
@@ -216,14 +219,12 @@ def _parents(subtree_end: IntArray) -> IntArray:
     return parent
 
 
-def _end_nodes(
-    left: IntArray, right: IntArray, end_depth: IntArray, parent: IntArray, length: IntArray
-) -> IntArray:
-    """[S] node at which each sorted sample ends: the deepest one that holds all its tokens."""
-    position = np.arange(len(length))
+def _end_nodes(left: IntArray, right: IntArray, parent: IntArray, num_samples: int) -> IntArray:
+    """[S] node at which each sorted sample ends: the deepest one through which it passes."""
+    position = np.arange(num_samples)
     node = np.searchsorted(left, position, side="right") - 1
     while True:
-        outside = (right[node] <= position) | (end_depth[node] > length)
+        outside = right[node] <= position
         if not outside.any():
             return node
         node = np.where(outside, parent[node], node)

@@ -75,7 +75,11 @@ class RunDir:
         if kind is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             return
-        self._write_manifest()
+        try:
+            self._write_manifest()
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
         if self.final_path.exists():
             shutil.rmtree(self.final_path)
         os.replace(self.path, self.final_path)
@@ -118,7 +122,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(f"{path} is missing", "is this a psRL run directory?") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
 
 

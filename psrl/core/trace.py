@@ -95,7 +95,12 @@ class Trace:
                 f"choose 0..{self.num_iterations - 1}",
             )
         try:
-            table = pq.ParquetFile(self.path / "samples.parquet").read_row_group(index)
+            file = pq.ParquetFile(self.path / "samples.parquet")
+            if not file.schema_arrow.equals(_SCHEMA) or file.num_row_groups != self.num_iterations:
+                raise ValueError(
+                    f"samples.parquet has other columns, or not {self.num_iterations} row groups"
+                )
+            table = file.read_row_group(index)
             batch = _from_arrow(table, self.symbol_num_tokens)
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise TraceError(
@@ -129,8 +134,10 @@ def open_trace(path: Path) -> Trace:
             f"{path} is not a trace: it has no trace.json",
             "make one with `psrl trace import FILE --out DIR`",
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise TraceError(f"{header_path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise TraceError(f"{header_path}: holds no JSON object")
     version = raw.pop("schema_version", None)
     if version != TRACE_SCHEMA_VERSION:
         raise TraceError(
@@ -221,21 +228,16 @@ def _write_tables(
 
 
 def batch_hash(batch: SampleBatch) -> str:
-    """SHA-256 of everything in a batch that a plan or an execution depends on."""
+    """SHA-256 of every column of a batch, with the lengths of its blocks instead of their table."""
     digest = hashlib.sha256()
-    for array in (
-        batch.symbols,
-        batch.symbol_offsets,
-        batch.occurrence_tokens,
-        batch.loss_spans,
-        batch.loss_span_offsets,
-        batch.mini_batch,
-        batch.agent_step,
-        batch.advantage,
-    ):
+    arrays = (batch.symbols, batch.symbol_offsets, batch.occurrence_tokens)
+    arrays += (batch.loss_spans, batch.loss_span_offsets)
+    numbers = [getattr(batch, name) for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS)]
+    for array in (*arrays, *numbers):
+        digest.update(len(array).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(array).tobytes())
-    for strings in (batch.group_id, batch.trajectory_id):
-        digest.update("\0".join(strings.tolist()).encode())
+    for name in _STRING_COLUMNS:
+        digest.update(json.dumps(getattr(batch, name).tolist()).encode())
     return digest.hexdigest()
 
 

@@ -1,0 +1,175 @@
+"""Speed-up as a product, the bounds of sharing, and the documentation of every metric."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psrl.core.errors import PlanError
+from psrl.core.metrics import PHASES, run_metrics
+from psrl.core.plan import Plan
+from psrl.core.sample import SampleBatch, make_batch
+from psrl.sim import sharing_bounds, simulate, speedup_factors
+from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
+
+COSTS = PlainCostModel(forward_token_s=1.0, backward_token_s=2.0)
+
+
+def factors(baseline: Plan, improved: Plan, batch: SampleBatch, phase: str) -> dict[str, float]:
+    before, after = (simulate(p, batch, COSTS, phases=(phase,)) for p in (baseline, improved))
+    return speedup_factors(baseline, before, improved, after, batch)[phase]
+
+
+def forward_plan(batch: SampleBatch, samples: list[list[int]], num_stages: int = 1) -> Plan:
+    program = chains_program(batch, samples, is_update=False)
+    return make_plan([program], len(samples), num_stages)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(PHASES),
+)
+def test_the_factors_multiply_to_the_makespan_ratio(
+    first: int, second: int, num_ranks: int, num_stages: int, phase: str
+) -> None:
+    (baseline, other), (plan, batch) = (
+        random_plan(seed, num_ranks, num_stages) for seed in (first, second)
+    )
+    before, after = simulate(baseline, other), simulate(plan, batch)
+    found = speedup_factors(baseline, before, plan, after, batch)[phase]
+    ratio = before.end_s[before.phase == phase].max() / after.end_s[after.phase == phase].max()
+    product = found["sharing"] * found["placement"] * found["cuts"]
+    assert found["speedup"] == ratio
+    assert product == pytest.approx(ratio, rel=1e-12)
+
+
+def test_less_work_is_sharing() -> None:
+    batch = chains_batch([4, 2, 2, 1])
+    found = factors(
+        forward_plan(batch, [[0], [1]]), forward_plan(batch, [[2], [3]]), batch, "reference"
+    )
+    assert found == {
+        "speedup": 2.0,
+        "sharing": 2.0,
+        "placement": 1.0,
+        "cuts": 1.0,
+    }
+
+
+def test_balance_is_placement() -> None:
+    batch = chains_batch([1] * 6)
+    uneven, even = (
+        forward_plan(batch, [[0, 1, 2, 3], [4, 5]]),
+        forward_plan(batch, [[0, 1, 2], [3, 4, 5]]),
+    )
+    found = factors(uneven, even, batch, "log_old_prob")
+    assert found["speedup"] == found["placement"] == pytest.approx(4 / 3)
+    assert found["sharing"] == found["cuts"] == 1.0
+
+
+def test_fewer_bubbles_are_cuts() -> None:
+    batch = chains_batch([4, 1, 1, 1, 1])
+    coarse, fine = forward_plan(batch, [[0]], 2), forward_plan(batch, [[1, 2, 3, 4]], 2)
+    found = factors(coarse, fine, batch, "reference")
+    assert found["speedup"] == found["cuts"] == pytest.approx(8 / 5)
+    assert found["sharing"] == found["placement"] == 1.0
+
+
+@pytest.mark.parametrize("is_update", [True, False])
+def test_placement_is_taken_between_meetings(is_update: bool) -> None:
+    batch = chains_batch([1] * 6)
+    steps = [[[0, 1], [2]], [[3], [4, 5]]], [[[0], [1]], [[2], [3]]]
+    uneven, even = (
+        make_plan(
+            [
+                chains_program(batch, samples, mini_batch=i, is_update=is_update)
+                for i, samples in enumerate(programs)
+            ],
+            num_ranks=2,
+        )
+        for programs in steps
+    )
+    found = factors(uneven, even, batch, "update" if is_update else "reference")
+    assert found["sharing"] == pytest.approx(6 / 4)
+    # Both ranks compute the same over the phase, but in each update step one waits for the other.
+    assert found["placement"] == pytest.approx(4 / 3 if is_update else 1.0)
+    assert found["cuts"] == pytest.approx(1.0)
+
+
+def test_plans_of_other_layouts_or_phases_are_not_compared() -> None:
+    batch = chains_batch([1, 1])
+    plan, other = forward_plan(batch, [[0], [1]]), forward_plan(batch, [[0, 1]])
+    events = simulate(plan, batch, COSTS)
+    with pytest.raises(PlanError, match=r"\(1, 1, 1\) of test differ from \(1, 1, 2\)"):
+        speedup_factors(plan, events, other, simulate(other, batch, COSTS), batch)
+    update = make_plan([chains_program(batch, [[0], [1]])], num_ranks=2)
+    with pytest.raises(PlanError, match="no phase in common"):
+        speedup_factors(plan, events, update, simulate(update, batch, COSTS), batch)
+    idle = simulate(plan, batch, PlainCostModel())
+    with pytest.raises(PlanError, match="log_old_prob took no time"):
+        speedup_factors(plan, events, plan, idle, batch)
+
+
+def test_factors_come_with_the_bounds_of_each_phase() -> None:
+    plan, batch = random_plan(6, num_ranks=2, num_stages=2)
+    events = simulate(plan, batch)
+    found = speedup_factors(plan, events, plan, events, batch)
+    assert list(found) == [*PHASES, "bounds"]
+    assert found["bounds"] == {phase: sharing_bounds(batch, phase) for phase in PHASES}
+
+
+def test_bounds_count_tokens_and_visible_pairs() -> None:
+    batch = make_batch([[1, 2, 3], [1, 2, 4]], [[(1, 3)], [(1, 3)]], mini_batch=[0, 1])
+    # Each sample alone: 3 tokens, 1 + 2 + 3 pairs; the shared prefix has 2 tokens and 3 pairs.
+    assert sharing_bounds(batch, "reference") == {"token_bound": 6 / 4, "pair_bound": 12 / 9}
+    assert sharing_bounds(batch, "update") == {"token_bound": 1.0, "pair_bound": 1.0}
+
+
+def test_bounds_of_an_empty_batch_are_one() -> None:
+    assert sharing_bounds(make_batch([], []), "update") == {"token_bound": 1.0, "pair_bound": 1.0}
+
+
+def names(value: dict[str, Any]) -> set[str]:
+    found = set(value)
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            found |= names(inner)
+            found -= {key}
+    return found - set(PHASES)
+
+
+def test_every_metric_is_documented() -> None:
+    plan, batch = random_plan(5, num_ranks=2, num_stages=2)
+    events = simulate(plan, batch)
+    emitted = names(run_metrics(plan, batch, events))
+    emitted |= names(speedup_factors(plan, events, plan, events, batch))
+    assert {"makespan_s", "cuts", "token_bound"} <= emitted
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text("utf-8")
+    rows = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")}
+    assert {f"`{name}`" for name in emitted} <= rows
+
+
+def test_idle_ranks_and_overlapping_programs_are_counted_once() -> None:
+    batch = chains_batch([1] * 4)
+    programs = [
+        chains_program(batch, [[0, 1], []], is_update=False),
+        chains_program(batch, [[2, 3], []], is_update=False),
+    ]
+    plan = make_plan(programs, num_ranks=2, num_stages=2)
+    events = simulate(plan, batch, COSTS, phases=("reference",))
+    metrics = run_metrics(plan, batch, events)
+    # Stage 0 starts the second program at 2 while stage 1 is still busy with the first until 3.
+    assert metrics["makespan_s"] == metrics["worker_time_max_s"] == 5.0
+    assert metrics["worker_time_min_s"] == 0.0
+    assert math.isinf(metrics["worker_time_max_over_min"])
+    assert metrics["bubble_fraction"] == pytest.approx(1 - 8 / 20)
+    assert metrics["executed_tokens"] == 4
+    assert np.isclose(metrics["logical_tokens_per_s"], 4 / 5)
