@@ -23,8 +23,9 @@ from .execute_commands import (
 from .output import OutputOptions
 from .trace_commands import format_stats, mode_stats
 
-# Largest relative difference that rounding explains; bfloat16 results are reported, not judged.
-TOLERANCE = {"float32": 5e-6, "float64": 1e-10}
+DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}
+# Largest relative difference that rounding explains.
+TOLERANCE = {"bfloat16": 2.5e-2, "float32": 5e-6, "float64": 1e-10}
 DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
 
 
@@ -64,6 +65,8 @@ class Compare:
         trace = open_trace(self.trace)
         batch = trace.iteration(self.iteration)
         details = {"trace_hash": trace.content_hash, "kind": "comparison"}
+        dtype = self.flags.dtype or DTYPE_OF_BYTES[setup.cluster.device.dtype_bytes]
+        tolerance = TOLERANCE[dtype]
         differences: list[dict[str, Any]] = []
         with RunDir(self.run_dir, "compare", self.if_exists, details) as run:
             stats = mode_stats(trace, batch)
@@ -73,7 +76,7 @@ class Compare:
             run.note(plan_time_s=plan_time_s)
             if self.execute:
                 differences = execute_policies(
-                    run, self.execute, self.baseline, trace, self.flags, self.output
+                    run, self.execute, self.baseline, trace, self.flags, tolerance, self.output
                 )
             with self.output.step("writing tables, plots and report"):
                 table = write_comparison(run.path, self.baseline)
@@ -90,9 +93,7 @@ class Compare:
             "differences": differences,
         }
         self.output.emit(result, f"{text}\n\nreport: {self.run_dir / 'report.html'}")
-        dtype = self.flags.dtype or f"float{8 * setup.cluster.device.dtype_bytes}"
-        if dtype in TOLERANCE:
-            require_exact(differences, TOLERANCE[dtype])
+        require_exact(differences, tolerance)
         return ExitCode.OK
 
     def _say(self, text: str) -> None:

@@ -149,6 +149,7 @@ def execute_policies(
     baseline: str,
     trace: Trace,
     flags: ExecutionFlags,
+    tolerance: float,
     output: OutputOptions,
 ) -> list[dict[str, Any]]:
     """Execute the saved plans of a comparison; compare each result with the baseline's.
@@ -166,7 +167,9 @@ def execute_policies(
     executed = run.path / "executed"
     rows: dict[str, dict[str, Any]] = {}
     for name in policies:
-        for row in exactness(executed / baseline, executed / name) if name != baseline else []:
+        for row in (
+            exactness(executed / name, executed / baseline, tolerance) if name != baseline else []
+        ):
             worst = rows.setdefault(row["quantity"], row)
             if row["largest_relative_difference"] > worst["largest_relative_difference"]:
                 rows[row["quantity"]] = row

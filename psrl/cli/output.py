@@ -1,7 +1,6 @@
 """What a command says: text for people on stdout, or one JSON object with `--json`."""
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
+
+from psrl.core.run import finite
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class OutputOptions:
     def emit(self, result: dict[str, Any], text: str) -> None:
         """Print the result of a command."""
         if self.json:
-            print(json.dumps(_finite(result), sort_keys=True, allow_nan=False))
+            print(json.dumps(finite(result), sort_keys=True, allow_nan=False))
         else:
             print(text)
 
@@ -42,14 +43,3 @@ class OutputOptions:
             print(" failed", file=sys.stderr, flush=True)
             raise
         print(f" {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

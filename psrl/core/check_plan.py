@@ -5,6 +5,7 @@ token once per rank, reads nothing before it is written or after it is released,
 backward before its ancestors' and cannot deadlock.
 """
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -22,13 +23,14 @@ from .schedule import Op, pipeline_timing, stage_ops
 ACTIVATIONS = ("keep", "recompute", "drop")
 
 
-def check_plan(plan: Plan, batch: SampleBatch, memory_fraction: float = 1.0) -> None:
+def check_plan(plan: Plan, batch: SampleBatch, memory_fraction: float | None = 1.0) -> None:
     """Check every rule on every rank.
 
     Args:
         plan: the plan.
         batch: the iteration of the trace that it was made for.
-        memory_fraction: share of the device memory that may be used.
+        memory_fraction: share of the device memory that may be used; None leaves the limit out,
+            to simulate a plan that does not fit.
 
     Raises:
         PlanError: naming rule, program, rank and numbers of the first violation.
@@ -273,11 +275,12 @@ def _check_memory(
     mine: Program,
     packed: list[PackedMicroBatch],
     memory: MemoryModel,
-    memory_fraction: float,
+    memory_fraction: float | None,
     where: str,
 ) -> None:
     """Rule 9: bytes on every stage stay below the device's memory; blocks end with the program."""
-    limit = int(memory.cluster.device.memory_bytes * memory_fraction)
+    device_bytes = memory.cluster.device.memory_bytes
+    limit = math.inf if memory_fraction is None else device_bytes * memory_fraction
     num_stages = memory.parallel.pipeline_model_parallel_size
     for stage in range(num_stages):
         ledger = MemoryLedger(mine, packed, memory, stage == num_stages - 1)

@@ -5,6 +5,7 @@ everything else is byte-identical for equal inputs and seed.
 """
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -105,11 +106,23 @@ class RunDir:
         self._details |= details
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file with sorted keys; returns its path."""
+        """Write a strict JSON file with sorted keys; returns its path."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(finite(value), indent=1, sort_keys=True, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
         return path
+
+
+def finite(value: Any) -> Any:
+    """The value with infinities and NaN replaced by None: JSON has neither."""
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_json(path: Path) -> Any:

@@ -230,10 +230,14 @@ def _write_tables(
 def batch_hash(batch: SampleBatch) -> str:
     """SHA-256 of every column of a batch, with the lengths of its blocks instead of their table."""
     digest = hashlib.sha256()
-    arrays = (batch.symbols, batch.symbol_offsets, batch.occurrence_tokens)
-    arrays += (batch.loss_spans, batch.loss_span_offsets)
-    numbers = [getattr(batch, name) for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS)]
-    for array in (*arrays, *numbers):
+    for array in (
+        batch.symbols,
+        batch.symbol_offsets,
+        batch.occurrence_tokens,
+        batch.loss_spans,
+        batch.loss_span_offsets,
+        *(getattr(batch, name) for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS)),
+    ):
         digest.update(len(array).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(array).tobytes())
     for name in _STRING_COLUMNS:
