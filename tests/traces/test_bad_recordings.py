@@ -1,0 +1,239 @@
+"""Malformed recordings: an error that names the place and the numbers, never a traceback."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from psrl.core.errors import PsrlError, TraceError
+from psrl.traces.importers import ImportOptions, import_recording
+from psrl.traces.recording import Recording
+
+NAMES = {
+    "claude_code": "session.json",
+    "mooncake": "requests.jsonl",
+    "messages": "conversations.jsonl",
+    "tau_bench": "tau_bench.json",
+}
+GOOD_REQUEST = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
+GOOD_CALL = {"t": 0, "in": 130, "out": 1, "hash_ids": [1, 2]}
+USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+def read(path: Path, format: str | None, tokenizer: str, skip_bad: bool = False) -> Recording:
+    options = ImportOptions(tokenizer=tokenizer, skip_bad=skip_bad)
+    return import_recording([path], format, options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_length": "600"}, "line 2: field 'input_length' must be a whole number, found str"),
+        ({"input_length": 600.0}, "must be a whole number, found 600.0"),
+        ({"input_length": True}, "must be a whole number, found True"),
+        ({"input_length": -5}, r"is -5, outside \[1, "),
+        ({"input_length": 10**40}, "is a whole number of more than 30 digits, outside"),
+        ({"input_length": float("nan")}, "must be a whole number, found nan"),
+        ({"input_length": 2000}, "'hash_ids' has 2 hashes, but 'input_length' = 2000 tokens are 3"),
+        ({"output_length": 0}, "'output_length' is 0, outside"),
+        ({"output_length": None}, "'output_length' must be a whole number, found null"),
+        ({"hash_ids": {"a": 1}}, "'hash_ids' must be a list, found object"),
+        ({"hash_ids": [1, "x"]}, "64 bits, entry 1 is string 'x'"),
+        ({"hash_ids": [1, 2.5]}, r"64 bits, entry 1 is 2\.5"),
+        ({"hash_ids": [1, [2]]}, "64 bits, entry 1 is list"),
+        ({"hash_ids": []}, "has 0 hashes"),
+        ({"timestamp": float("inf")}, "'timestamp' is inf, outside"),
+        ({"timestamp": -1}, "'timestamp' is -1, outside"),
+        ({"timestamp": "now"}, "'timestamp' must be a number"),
+    ],
+)
+def test_mooncake_fields(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    bad = {**GOOD_REQUEST, **change}
+    path.write_text("\n".join(map(json.dumps, (GOOD_REQUEST, bad, GOOD_REQUEST))))
+    with pytest.raises(TraceError, match=message) as caught:
+        read(path, "mooncake", "qwen")
+    assert str(path) in caught.value.message
+    assert caught.value.hint
+    recording = read(path, "mooncake", "qwen", skip_bad=True)
+    assert recording.batches[0].num_samples == 2
+    assert recording.skipped == (caught.value.message,)
+    assert "1 malformed records were left out" in recording.notes
+
+
+def test_missing_field_lists_the_fields_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"input_length": 3, "output_length": 1}')
+    with pytest.raises(TraceError, match=r"line 1: field 'hash_ids' is missing.*'input_length'"):
+        read(path, "mooncake", "qwen")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"input_length": 60', "line 2: not JSON .*may be cut off"),
+        (b'{"a": "\xff"}', r"line 2: invalid UTF-8 \(byte 0xff at offset 7\)"),
+        (b"[" * 100_000, "line 2: not usable JSON"),
+        (b"1" * 5000, "line 2: not usable JSON"),
+        (b"[1]", "line 2: expected a JSON object, found list"),
+    ],
+)
+def test_damaged_lines(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    good = json.dumps(GOOD_REQUEST).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\n" + line)
+    with pytest.raises(TraceError, match=message):
+        read(path, None, "qwen")
+    assert read(path, None, "qwen", skip_bad=True).batches[0].num_samples == 1
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("content", [b"", b" \n\n", b"\xef\xbb\xbf"])
+def test_empty_files(tmp_path: Path, byte_tokenizer: str, format: str, content: bytes) -> None:
+    path = tmp_path / "empty"
+    path.write_bytes(content)
+    for skip_bad in (False, True):
+        with pytest.raises(TraceError, match="the file is empty"):
+            read(path, format, byte_tokenizer, skip_bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 0}, "field 'block_size' is 0"),
+        ({"id": None}, "field 'id' must be a string, found null"),
+        ({"hash_id_scope": "cosmic"}, "'hash_id_scope' is 'cosmic', known are"),
+        ({"requests": 3}, "field 'requests' must be a list, found 3"),
+        ({"requests": []}, "no sample in 1 files"),
+        ({"requests": [GOOD_CALL, 5]}, "request 1: expected a JSON object, found 5"),
+        ({"requests": [{**GOOD_CALL, "in": 300}]}, "request 0: .*2 hashes.*4 blocks of 64"),
+        ({"requests": [{**GOOD_CALL, "api_time": -1}]}, "'api_time' is -1"),
+        (
+            {"requests": [GOOD_CALL, {"t": 1, "requests": [{"in": 5}]}]},
+            "request 1 request 0: field 'hash_ids' is missing",
+        ),
+    ],
+)
+def test_session_fields(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"id": "s", "block_size": 64, "requests": [GOOD_CALL], **change}))
+    with pytest.raises(TraceError, match=message):
+        read(path, "claude_code", "qwen")
+
+
+def test_a_bad_request_does_not_shift_the_steps_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    calls = [GOOD_CALL, {**GOOD_CALL, "out": -1}, GOOD_CALL]
+    path.write_text(json.dumps({"id": "s", "block_size": 64, "requests": calls}))
+    recording = read(path, None, "qwen", skip_bad=True)
+    assert recording.batches[0].agent_step.tolist() == [0, 2]
+    assert len(recording.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [USER]}, "line 1: no message of role 'assistant'"),
+        ({"messages": []}, "line 1: no message of role 'assistant'"),
+        ({"messages": "hi"}, "field 'messages' must be a list, found string 'hi'"),
+        ({"messages": [USER, {"role": "judge"}]}, "message 1: field 'role' is 'judge', known are"),
+        ({"messages": [{"role": "assistant"}]}, "'content' is missing in a message without"),
+        ({"messages": [{**USER, "tool_calls": []}]}, "stands in a message of role 'user'"),
+        (
+            {"messages": [{**REPLY, "tool_calls": [{}]}]},
+            "tool call 0: field 'arguments' is missing",
+        ),
+        ({"messages": [{**USER, "content": [{"type": "image"}]}]}, "only 'text' can be replayed"),
+        ({"messages": [{**USER, "content": "\ud800"}, REPLY]}, "half a surrogate pair"),
+        ({"messages": [USER, REPLY], "reward": "high"}, "'reward' must be a number"),
+        ({"messages": [USER, REPLY], "reward": 1e300}, r"'reward' is 1e\+300, outside"),
+        ({"messages": [USER, REPLY], "group": 1.5}, "'group' must be a string, found 1.5"),
+        ({"messages": [USER, REPLY], "tools": [1]}, "tool 0: expected a JSON object"),
+        ({"messages": [USER, REPLY], "tools": [{"x": "\udfff"}]}, "conversation has half a surr"),
+        ({"messages": [{**USER, "content": " " * 200_000}, REPLY]}, "line 1: .*blanks in a row"),
+    ],
+)
+def test_conversation_fields(
+    tmp_path: Path, byte_tokenizer: str, record: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(TraceError, match=message):
+        read(path, None, byte_tokenizer)
+    with pytest.raises(TraceError, match="no sample in 1 files, 1 records left out; the first: "):
+        read(path, None, byte_tokenizer, skip_bad=True)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=5)
+    | st.text(st.sampled_from("\ud800\x00a"), max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, inner in items:
+        found.append((value, key))
+        if isinstance(inner, dict | list):
+            found += places(inner)
+    return found
+
+
+def survives(path: Path, format: str, tokenizer: str) -> None:
+    """Either a valid recording or an error for the user; never anything else."""
+    for skip_bad in (False, True):
+        for name in (format, None):
+            try:
+                recording = read(path, name, tokenizer, skip_bad)
+            except PsrlError:
+                continue
+            for batch in recording.batches:
+                batch.validate()
+
+
+@pytest.mark.parametrize("format", NAMES)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_replaced_or_missing_field(
+    fixtures: Path, tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
+) -> None:
+    text = (fixtures / NAMES[format]).read_text()
+    is_lines = NAMES[format].endswith("l")
+    value = [json.loads(x) for x in text.splitlines() if x] if is_lines else json.loads(text)
+    value = copy.deepcopy(value)
+    container, key = data.draw(st.sampled_from(places(value)))
+    if data.draw(st.booleans()):
+        container[key] = data.draw(json_values)
+    else:
+        del container[key]
+    path = tmp_path / "changed"
+    dump: Callable[[Any], str] = json.dumps
+    path.write_text("\n".join(map(dump, value)) if is_lines else dump(value))
+    survives(path, format, byte_tokenizer)
+
+
+@pytest.mark.parametrize("format", NAMES)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damaged_bytes(
+    fixtures: Path, tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
+) -> None:
+    content = (fixtures / NAMES[format]).read_bytes()
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.sampled_from([start, start + 1, len(content)]))
+    path = tmp_path / "damaged"
+    path.write_bytes(content[:start] + data.draw(st.binary(max_size=3)) + content[end:])
+    survives(path, format, byte_tokenizer)
