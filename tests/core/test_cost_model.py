@@ -1,0 +1,202 @@
+"""The roofline and the memory model: published totals, hand-computed figures, monotonicity."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psrl.core.cluster import ClusterSpec, ModelSpec, ParallelConfig
+from psrl.core.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.presets import DEVICES, MODELS
+
+MODEL = MODELS["qwen2.5-7b"]
+
+
+def cluster(num_hosts: int = 1, **device: float) -> ClusterSpec:
+    return ClusterSpec(
+        device=DEVICES["h100-80"].model_copy(update=device),
+        num_hosts=num_hosts,
+        devices_per_host=8,
+        intra_host_bytes_per_s=450e9,
+        inter_host_bytes_per_s=50e9,
+        intra_host_latency_s=5e-6,
+        inter_host_latency_s=15e-6,
+    )
+
+
+def costs(tp: int = 1, pp: int = 1, dp: int = 1, **changes: float) -> RooflineCostModel:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp
+    )
+    return RooflineCostModel(MODEL, cluster(**changes), parallel)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("qwen2.5-7b", 7_615_616_512), ("qwen2.5-0.5b", 494_032_768)]
+)
+def test_parameter_counts_equal_the_published_checkpoints(name: str, published: int) -> None:
+    assert MODELS[name].num_parameters == published
+
+
+def test_moe_counts_all_experts_but_multiplies_with_the_chosen() -> None:
+    moe = MODEL.model_copy(update={"num_moe_experts": 8, "moe_topk": 2, "moe_ffn_hidden_size": 100})
+    assert moe.mlp_parameters == 8 * 3 * 3584 * 100 + 3584 * 8
+    assert moe.active_layer_parameters == moe.attention_parameters + 2 * 3 * 3584 * 100
+
+
+def test_flops_of_one_layer_by_hand() -> None:
+    q_and_output = 2 * 3584 * 3584
+    k_and_v = 2 * 3584 * 512
+    mlp = 3 * 3584 * 18944
+    bias_and_norms = (3584 + 2 * 512) + 2 * 3584
+    device, model = DEVICES["h100-80"], costs()
+    rate = device.peak_flops_per_s * device.gemm_efficiency
+    flops = 2 * (q_and_output + k_and_v + mlp + bias_and_norms)
+    assert model.linear_s_per_token * rate == pytest.approx(flops, rel=1e-12)
+    attention_rate = device.peak_flops_per_s * device.attention_efficiency
+    assert model.attention_s_per_pair * attention_rate == pytest.approx(2 * 2 * 28 * 128)
+
+
+def test_long_forward_approaches_its_flops() -> None:
+    """With free memory and launches only projections, attention and the head remain."""
+    model = costs(host_layer_s=0.0, memory_bandwidth_bytes_per_s=1e30)
+    device = DEVICES["h100-80"]
+    tokens, pairs, head = 4096, 4096 * 4097 // 2, 100
+    flops_s = 28 * tokens * 2 * MODEL.active_layer_parameters / (989e12 * 0.75)
+    flops_s += 28 * pairs * 4 * 3584 / (989e12 * device.attention_efficiency)
+    flops_s += head * 2 * 3584 * 152064 / (989e12 * 0.75)
+    assert model.forward_s(tokens, pairs, head) == pytest.approx(flops_s, rel=1e-9)
+
+
+def test_memory_bound_work_by_hand() -> None:
+    """14 passes over the hidden states per layer, 4 over fp32 logits."""
+    model = costs(host_layer_s=0.0, peak_flops_per_s=1e30)
+    rate = 3.35e12 * 0.8
+    layers_s = 28 * 1000 * 14 * 2 * 3584 * 2 / rate
+    assert model.forward_s(1000, 0, 0) == pytest.approx(layers_s)
+    assert model.forward_s(0, 0, 1000) == pytest.approx(1000 * 4 * 152064 * 4 / rate)
+
+
+def test_small_forward_costs_its_launches() -> None:
+    launch_s = 28 * DEVICES["h100-80"].host_layer_s
+    assert costs().forward_s(1, 1, 0) == pytest.approx(launch_s, rel=1e-3)
+    assert costs().backward_s(1, 1, 0) == pytest.approx(2 * launch_s, rel=1e-3)
+
+
+def test_backward_takes_twice_the_projections_and_more_of_attention() -> None:
+    model = costs(host_layer_s=0.0)
+    assert model.backward_s(10_000, 0, 0) == pytest.approx(2 * model.forward_s(10_000, 0, 0))
+    assert model.backward_s(0, 10**9, 0) == pytest.approx(2.5 * model.forward_s(0, 10**9, 0))
+    assert model.backward_s(0, 0, 500) == pytest.approx(3 * model.forward_s(0, 0, 500))
+
+
+def test_nothing_costs_nothing() -> None:
+    for tp in (1, 2):
+        model = costs(tp=tp, pp=2)
+        assert model.forward_s(0, 0, 0) == model.backward_s(0, 0, 0) == model.message_s(0) == 0.0
+
+
+@given(st.integers(0, 10**5), st.integers(0, 10**9), st.integers(0, 10**4), st.integers(0, 2))
+def test_more_work_never_takes_less(tokens: int, pairs: int, head: int, which: int) -> None:
+    less = [tokens, pairs, head]
+    more = less.copy()
+    more[which] += 100
+    for model in (costs(), costs(tp=2, pp=2)):
+        assert model.forward_s(*more) >= model.forward_s(*less)
+        assert model.backward_s(*more) >= model.backward_s(*less)
+        assert model.message_s(more[0]) >= model.message_s(less[0])
+
+
+def test_arrays_give_what_scalars_give() -> None:
+    rng = np.random.default_rng(0)
+    tokens, pairs, head = (rng.integers(0, high, 20) for high in (5000, 10**7, 500))
+    tokens[0] = pairs[0] = head[0] = 0
+    model = costs(tp=2, pp=2)
+    for name in ("forward_s", "backward_s"):
+        found = getattr(model, name)(tokens, pairs, head)
+        single = [getattr(model, name)(*map(int, row)) for row in zip(tokens, pairs, head)]  # noqa: B905
+        np.testing.assert_allclose(found, single, rtol=1e-12)
+    single = [model.message_s(int(n)) for n in tokens]
+    np.testing.assert_allclose(model.message_s(tokens), single, rtol=1e-12)
+
+
+def test_tensor_parallel_halves_compute() -> None:
+    one, two = costs(tp=1), costs(tp=2)
+    assert two.linear_s_per_token == pytest.approx(one.linear_s_per_token / 2)
+    assert two.attention_s_per_pair == pytest.approx(one.attention_s_per_pair / 2)
+    assert two.head_s_per_token == pytest.approx(one.head_s_per_token / 2)
+    assert two.rank_parameters == pytest.approx(one.rank_parameters / 2)
+    assert two.elementwise_s_per_token == one.elementwise_s_per_token
+
+
+def test_tensor_parallel_pays_two_ring_all_reduces_per_layer() -> None:
+    fast = {"host_layer_s": 0.0, "peak_flops_per_s": 1e30, "memory_bandwidth_bytes_per_s": 1e30}
+    ring = 2 * (1 / 2) * 1000 * 3584 * 2 / 450e9
+    expected = 28 * 2 * (ring + 5e-6)
+    assert costs(tp=2, **fast).forward_s(1000, 0, 0) == pytest.approx(expected)
+    assert costs(tp=2, **fast).backward_s(1000, 0, 0) == pytest.approx(2 * expected)
+    assert costs(tp=1, **fast).forward_s(1000, 0, 0) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_stages_divide_the_layers_and_the_last_has_the_head() -> None:
+    model = costs(pp=4)
+    layers = costs().forward_s(3000, 10**6, 0) / 4
+    assert model.stage_forward_s(0, 3000, 10**6, 700) == pytest.approx(layers)
+    assert model.stage_forward_s(3, 3000, 10**6, 0) == pytest.approx(layers)
+    head_s = 700 * model.head_s_per_token
+    assert model.forward_s(3000, 10**6, 700) == pytest.approx(layers + head_s)
+    assert model.stage_backward_s(0, 3000, 10**6, 700) < model.backward_s(3000, 10**6, 700)
+
+
+def test_messages_cross_hosts_only_when_a_pipeline_does() -> None:
+    nbytes = 1000 * 3584 * 2
+    assert costs(tp=2, pp=4).message_s(1000) == pytest.approx(nbytes / 450e9 + 5e-6)
+    assert costs(tp=4, pp=4, num_hosts=2).message_s(1000) == pytest.approx(nbytes / 50e9 + 15e-6)
+
+
+def test_gradient_reduction_and_optimizer() -> None:
+    assert costs().gradient_reduction_s() == 0.0
+    parameters = MODEL.num_parameters - MODEL.hidden_size
+    inside = 3 / 4 * parameters * (4 + 2) / 450e9 + 2 * 5e-6
+    assert costs(dp=4).gradient_reduction_s() == pytest.approx(inside)
+    across = 3 / 4 * parameters * (4 + 2) / 50e9 + 2 * 15e-6
+    assert costs(dp=4, num_hosts=2).gradient_reduction_s() == pytest.approx(across)
+    step = 2 * 12 * parameters / 4 / (3.35e12 * 0.8) + DEVICES["h100-80"].host_layer_s
+    assert costs(dp=4).optimizer_step_s() == pytest.approx(step)
+
+
+TINY = ModelSpec(
+    name="hand",
+    num_layers=4,
+    hidden_size=8,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=2,
+    ffn_hidden_size=16,
+    vocab_size=32,
+)
+
+
+def test_bytes_per_token_by_hand() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    memory = MemoryModel(TINY, cluster(), parallel)
+    assert memory.kv_bytes_per_token == 2 * 2 * (2 * 2 // 2) * 2
+    assert memory.kv_gradient_bytes_per_token == 2 * memory.kv_bytes_per_token
+    assert memory.stage_input_bytes_per_token == 8 * 2
+    assert memory.recompute_bytes_per_token == 2 * 8 * 2
+    sharded = (2 * 8 + 2 * 4 + 3 * 16) // 2
+    assert memory.activation_bytes_per_token == 2 * (4 * 8 + sharded) * 2
+    assert memory.logits_bytes_per_token == 2 * 4 * 32 // 2
+    sequence = MemoryModel(TINY, cluster(), parallel.model_copy(update={"sequence_parallel": True}))
+    assert sequence.activation_bytes_per_token == 2 * (4 * 8 // 2 + sharded) * 2
+    assert sequence.stage_input_bytes_per_token == 8
+    wide = MemoryModel(TINY, cluster(dtype_bytes=8), parallel)
+    assert wide.kv_gradient_bytes_per_token == wide.kv_bytes_per_token
+
+
+def test_static_bytes_by_hand() -> None:
+    attention = 8 * (2 * 8 + 2 * 4) + (8 + 2 * 4) + 2 * 8
+    layer = attention + 3 * 8 * 16
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, data_parallel_size=4)
+    memory = MemoryModel(TINY, cluster(), parallel)
+    assert memory.static_bytes == (2 * layer + 32 * 8) * (2 + 4 + 12 // 4)

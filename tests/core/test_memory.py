@@ -1,0 +1,119 @@
+"""Bytes op by op on a hand-written program, and conservation on random ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psrl.core.cost_model import MemoryModel
+from psrl.core.errors import PlanError
+from psrl.core.memory import HEAD_CHUNK_TOKENS, MemoryLedger, MemoryState
+from psrl.core.packing import pack_rank
+from psrl.core.plan import Plan
+from psrl.core.prefix_tree import PrefixTree
+from psrl.core.schedule import Op, stage_ops
+from tests.core.cases import hand_batch, hand_program, random_case, with_values, wrap
+
+# Of the tiny model on one of two stages (2 layers), worked out in test_cost_model.py's way.
+ACTIVATION = 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) * 2
+RECOMPUTE = 2 * 8 * 2
+STAGE_INPUT = 8 * 2
+KV = 2 * 2 * 4 * 2
+KV_GRADIENT = 2 * 2 * 4 * 4
+LOGITS = 8 * 32
+
+
+def states(plan: Plan, tree: PrefixTree, rank: int, stage: int) -> list[MemoryState]:
+    program = plan.programs[0].on_rank(rank)
+    num_stages = plan.parallel.pipeline_model_parallel_size
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    ledger = MemoryLedger(program, pack_rank(program, tree), memory, stage == num_stages - 1)
+    found = [ledger.run(op) for op in stage_ops(program.ops(), num_stages, stage)]
+    assert ledger.finish() == MemoryState(memory.static_bytes, 0, 0, 0, 0)
+    return found
+
+
+def test_last_stage_by_hand() -> None:
+    """Ops F0 F1 F2 B2 R1 B1 B0; 0 is kept (2 tokens), 1 dropped (1), 2 recomputed (2)."""
+    program = hand_program()
+    found = states(wrap(program, num_ranks=2), program.tree(hand_batch()), rank=0, stage=1)
+    layer = ACTIVATION // 2
+    assert [s.activation_bytes for s in found] == [
+        2 * ACTIVATION,
+        2 * ACTIVATION + STAGE_INPUT + layer,
+        2 * ACTIVATION + STAGE_INPUT + 2 * RECOMPUTE + 2 * layer,
+        2 * ACTIVATION + STAGE_INPUT + 2 * RECOMPUTE + 2 * layer,
+        2 * ACTIVATION + ACTIVATION,
+        2 * ACTIVATION + ACTIVATION,
+        2 * ACTIVATION,
+    ]
+    # Block 0 takes 4 allocated tokens from F0 to B0, block 1 one from F1 to B1.
+    assert [s.kv_bytes for s in found] == [4 * KV, *[5 * KV] * 5, 4 * KV]
+    assert [s.kv_gradient_bytes for s in found] == [
+        0,
+        0,
+        0,
+        *[5 * KV_GRADIENT] * 3,
+        4 * KV_GRADIENT,
+    ]
+    assert [s.logits_bytes for s in found] == [n * LOGITS for n in (2, 1, 0, 0, 1, 1, 2)]
+    assert len({s.static_bytes for s in found}) == 1
+    first = found[0]
+    assert first.total_bytes == first.static_bytes + 2 * ACTIVATION + 4 * KV + 2 * LOGITS
+
+
+def test_first_stage_has_no_logits_and_runs_ahead() -> None:
+    program = hand_program()
+    plan, tree = wrap(program, num_ranks=2), program.tree(hand_batch())
+    assert [s.logits_bytes for s in states(plan, tree, rank=0, stage=0)] == [0] * 7
+    assert [s.activation_bytes for s in states(plan, tree, rank=1, stage=0)] == [2 * ACTIVATION] * 2
+
+
+def test_logits_exist_one_chunk_at_a_time() -> None:
+    program = hand_program().on_rank(1)
+    many = with_values(program.micro_batches, 0, head_tokens=HEAD_CHUNK_TOKENS + 500)
+    plan = wrap(hand_program(), num_ranks=2)
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    changed = type(program)(**{**vars(program), "micro_batches": many})
+    state = MemoryLedger(changed, [], memory, is_last_stage=True).run(Op("forward", 0))
+    assert state.logits_bytes == HEAD_CHUNK_TOKENS * LOGITS
+
+
+@given(st.integers(0, 100_000))
+def test_all_is_free_at_the_end_and_forward_only_holds_nothing(seed: int) -> None:
+    case = random_case(seed)
+    plan = wrap(case.program, num_ranks=case.num_ranks)
+    for rank in range(case.num_ranks):
+        sizes = case.program.on_rank(rank).micro_batches.num_tokens
+        found = states(plan, case.tree, rank, stage=0)
+        if len(found) and case.program.is_update:
+            assert found[-1].kv_gradient_bytes <= found[-1].kv_bytes * KV_GRADIENT // KV
+            assert found[-1].activation_bytes <= ACTIVATION * int(sizes.max())
+        elif len(found):
+            layer = ACTIVATION // 2
+            order = case.program.on_rank(rank).schedule.micro_batch
+            assert [s.activation_bytes for s in found] == (sizes[order] * layer).tolist()
+            assert not any(s.kv_gradient_bytes for s in found)
+
+
+def test_block_that_outlives_the_program() -> None:
+    program = hand_program()
+    plan, tree = wrap(program, num_ranks=2), program.tree(hand_batch())
+    mine = program.on_rank(0)
+    ledger = MemoryLedger(mine, pack_rank(mine, tree), memory_of(plan), is_last_stage=True)
+    for op in mine.ops()[:-1]:
+        ledger.run(op)
+    with pytest.raises(PlanError, match=r"1 blocks \(4 tokens\) are never released"):
+        ledger.finish()
+
+
+def memory_of(plan: Plan) -> MemoryModel:
+    return MemoryModel(plan.model, plan.cluster, plan.parallel)
+
+
+def test_peak_depends_on_when_backwards_run() -> None:
+    """Running forwards ahead of stage 1 makes stage 0 hold more."""
+    program = hand_program()
+    plan, tree = wrap(program, num_ranks=2, num_stages=4), program.tree(hand_batch())
+    peaks = [max(s.activation_bytes for s in states(plan, tree, 0, stage)) for stage in range(4)]
+    assert np.all(np.diff(peaks) <= 0)
