@@ -1,0 +1,187 @@
+"""Tensors of a rank's program: token ids, positions, and the loss edges of each micro-batch."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psrl.core.memory import HEAD_CHUNK_TOKENS
+from psrl.core.packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
+from psrl.core.plan import Program
+from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.schedule import Op
+
+from .kv_store import buffer_rows
+from .tokens import TokenIds, packed_token_ids
+
+
+class LossTokens:
+    """All trained tokens of a batch, numbered sample by sample: the index of logprob arrays.
+
+    Attributes:
+        sample, token: [number of loss tokens] what each number stands for.
+    """
+
+    def __init__(self, batch: SampleBatch) -> None:
+        count = np.diff(batch.loss_spans, axis=1)[:, 0]
+        before = np.cumsum(count) - count
+        span_sample = np.repeat(np.arange(batch.num_samples), np.diff(batch.loss_span_offsets))
+        self.sample: IntArray = np.repeat(span_sample, count)
+        self.token: IntArray = np.arange(int(count.sum())) + np.repeat(
+            batch.loss_spans[:, 0] - before, count
+        )
+        self._token_offsets = batch.token_offsets
+        self._span_start = self._token_offsets[span_sample] + batch.loss_spans[:, 0]
+        self._before = before
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def number(self, sample: IntArray, token: IntArray) -> IntArray:
+        """Numbers of trained (sample, token) pairs."""
+        position = self._token_offsets[sample] + token
+        span = np.searchsorted(self._span_start, position, side="right") - 1
+        return self._before[span] + position - self._span_start[span]
+
+
+@dataclass(frozen=True)
+class HeadChunk:
+    """Edges `[edge_start, edge_end)`, whose hidden states are the distinct rows of one chunk."""
+
+    num_rows: int
+    edge_start: int
+    edge_end: int
+
+
+@dataclass(frozen=True)
+class EdgeInputs:
+    """E loss edges of a micro-batch over R distinct hidden states, sorted by hidden state.
+
+    Several edges may leave one row: branches of the tree, or samples that share a trained token.
+
+    Attributes:
+        rows: [R] distinct rows of the micro-batch, ascending.
+        chunk_row: [E] row of each edge inside its chunk.
+        target: [E] predicted token id.
+        advantage: [E] advantage of the edge's sample.
+        number: [E] index in `LossTokens`.
+        chunks: cut the rows into runs of at most `HEAD_CHUNK_TOKENS`.
+    """
+
+    rows: Tensor
+    chunk_row: Tensor
+    target: Tensor
+    advantage: Tensor
+    number: IntArray
+    chunks: tuple[HeadChunk, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatchInputs:
+    """One packed micro-batch as tensors.
+
+    Attributes:
+        token_ids, position_ids: [T] in packed order.
+        edges: None if the micro-batch has no loss edge.
+    """
+
+    packed: PackedMicroBatch
+    token_ids: Tensor
+    position_ids: Tensor
+    edges: EdgeInputs | None
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank needs to run a program.
+
+    Attributes:
+        index: number of the program in the plan.
+        program: the rank's rows of it.
+        numbers: loss-token numbers of all ranks together; their count normalises the loss.
+        buffer_rows: rows of the key/value buffer.
+    """
+
+    index: int
+    program: Program
+    ops: tuple[Op, ...]
+    micro_batches: dict[int, MicroBatchInputs]
+    numbers: IntArray
+    buffer_rows: int
+
+
+def prepare_rank_program(
+    index: int,
+    program: Program,
+    rank: int,
+    batch: SampleBatch,
+    token_ids: TokenIds,
+    loss_tokens: LossTokens,
+    device: torch.device | str = "cpu",
+    chunk_rows: int = HEAD_CHUNK_TOKENS,
+) -> RankProgram:
+    """Pack one rank's micro-batches and move their inputs to the device.
+
+    Args:
+        chunk_rows: hidden states whose logits exist at a time.
+    """
+    sample = program.assignments.sample
+    tree = program.tree(batch)
+    tree.validate()
+    samples = batch.select(sample)
+    mine = program.on_rank(rank)
+    edges = loss_edges(program, rank, tree, samples)
+    micro_batches = {}
+    for packed in pack_rank(mine, tree):
+        ids = packed_token_ids(token_ids, packed, tree, sample)
+        micro_batches[packed.index] = MicroBatchInputs(
+            packed,
+            torch.from_numpy(ids).to(device),
+            torch.from_numpy(packed.position_ids).to(device),
+            edge_inputs(edges.of(packed.index), sample, token_ids, loss_tokens, device, chunk_rows),
+        )
+    trained = np.isin(loss_tokens.sample, sample)
+    return RankProgram(
+        index=index,
+        program=mine,
+        ops=tuple(mine.ops()),
+        micro_batches=micro_batches,
+        numbers=np.flatnonzero(trained).astype(np.int64),
+        buffer_rows=buffer_rows(mine),
+    )
+
+
+def edge_inputs(
+    edges: LossEdges,
+    sample: IntArray,
+    token_ids: TokenIds,
+    loss_tokens: LossTokens,
+    device: torch.device | str = "cpu",
+    chunk_rows: int = HEAD_CHUNK_TOKENS,
+) -> EdgeInputs | None:
+    """Edges of one micro-batch, sorted and cut into chunks; None if there are none.
+
+    Args:
+        sample: index in the batch of each sample of the program.
+    """
+    if not len(edges.sample):
+        return None
+    order = np.argsort(edges.row, kind="stable")
+    rows, edge_row = np.unique(edges.row[order], return_inverse=True)
+    owner, token = sample[edges.sample[order]], edges.token[order]
+    starts = np.arange(0, len(rows), chunk_rows)
+    cuts = np.searchsorted(edge_row, np.append(starts, len(rows))).tolist()
+    chunks = tuple(
+        HeadChunk(min(chunk_rows, len(rows) - int(start)), a, z)
+        for start, (a, z) in zip(starts, pairwise(cuts), strict=True)
+    )
+    return EdgeInputs(
+        rows=torch.from_numpy(rows).to(device),
+        chunk_row=torch.from_numpy(edge_row % chunk_rows).to(device),
+        target=torch.from_numpy(token_ids.of_samples(owner, token)).to(device),
+        advantage=torch.from_numpy(token_ids.batch.advantage[owner]).to(device),
+        number=loss_tokens.number(owner, token),
+        chunks=chunks,
+    )

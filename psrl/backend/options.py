@@ -1,0 +1,77 @@
+"""Options of an execution, and the checks that need no process group."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from psrl.core.cluster import check_layout
+from psrl.core.errors import BackendError, PlanError
+from psrl.core.metrics import PHASES
+from psrl.core.plan import Plan
+from psrl.core.trace import Trace
+from psrl.kernels.tree_attention import Implementation
+
+from .loss import LossOptions, check_loss
+from .model import refuse_layout
+from .optimizer import OptimizerOptions
+
+DtypeName = Literal["bfloat16", "float32", "float64"]
+DTYPE_OF_BYTES: dict[int, DtypeName] = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+@dataclass(frozen=True)
+class ExecuteOptions:
+    """How to execute a plan.
+
+    Attributes:
+        seed: of the random weights.
+        init_std: standard deviation of the random weights.
+        reference_perturb: the reference policy's weights differ by this many `init_std`.
+        dtype: working precision; None for the one that the plan's device has.
+        implementation: of tree attention; None for the fastest on this device.
+        warmup, repeat: run every phase this many times untimed, then timed; reported times are
+            medians. Weights are reset before each, so results do not depend on them.
+        reduce_token_ids: map a trace's token ids into the vocabulary by modulo.
+        keep_gradients: keep each mini-batch's reduced gradients.
+        measure_activations: see `RankEngine`.
+    """
+
+    seed: int = 0
+    init_std: float = 0.02
+    reference_perturb: float = 0.1
+    dtype: DtypeName | None = None
+    implementation: Implementation | None = None
+    loss: LossOptions = field(default_factory=LossOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    warmup: int = 0
+    repeat: int = 1
+    reduce_token_ids: bool = False
+    keep_gradients: bool = False
+    measure_activations: bool = True
+
+
+def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
+    """Check what can be checked before any process starts.
+
+    Raises:
+        PlanError: if the plan belongs to another trace.
+        BackendError: if a feature is refused, or the loss needs a phase that the plan lacks.
+        ConfigError: if the model cannot be divided.
+    """
+    if plan.trace_hash != trace.content_hash:
+        raise PlanError(
+            f"the plan was made for trace {plan.trace_hash[:12]}, {trace.path} is "
+            f"{trace.content_hash[:12]}",
+            "execute the plan with its own trace, or plan again",
+        )
+    refuse_layout(plan.model, plan.parallel)
+    check_layout(plan.model, plan.cluster, plan.parallel)
+    phases = {phase for program in plan.programs for phase in program.phases}
+    unknown = sorted(phases - set(PHASES))
+    if unknown:
+        raise BackendError(f"the plan has unknown phases {unknown}", f"known: {list(PHASES)}")
+    if "update" in phases:
+        check_loss(options.loss, phases)
+    if options.repeat < 1 or options.warmup < 0:
+        raise BackendError(
+            f"repeat is {options.repeat} and warmup {options.warmup}: need repeat >= 1, warmup >= 0"
+        )

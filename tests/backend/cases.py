@@ -1,0 +1,223 @@
+"""Small models and random programs, run by the engine and, for comparison, sample by sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from psrl.backend.compat import GPTModel, parallel_state
+from psrl.backend.engine import PhaseInputs, RankEngine
+from psrl.backend.inputs import LossTokens, prepare_rank_program
+from psrl.backend.kv_store import BlockStore
+from psrl.backend.launch import model_parallel
+from psrl.backend.loss import LossOptions
+from psrl.backend.model import build_model, hidden_states, logits, rotary_angles
+from psrl.backend.optimizer import MainGradients
+from psrl.backend.parameters import gather_full
+from psrl.backend.tokens import TokenIds, expand_tokens
+from psrl.backend.tree_spec import TreeSeqParams
+from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.core.events import EventLog, Events
+from psrl.core.packing import Chain, PackedMicroBatch
+from psrl.core.sample import FloatArray, SampleBatch
+from tests.random_plans import RandomProgram, random_batch, random_program
+
+ACTIVATIONS = ("keep", "recompute", "drop")
+TINY = ModelSpec(
+    name="tiny",
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    ffn_hidden_size=40,
+    vocab_size=48,
+    rotary_base=100.0,
+)
+VARIANTS = (
+    TINY,
+    TINY.model_copy(update={"tied_embeddings": True, "qk_layernorm": True, "qkv_bias": False}),
+)
+PPO = LossOptions(clip_ratio=0.2, kl_coefficient=0.3, temperature=0.7)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random program, the model that runs it, and the logprobs that its loss reads."""
+
+    planned: RandomProgram
+    spec: ModelSpec
+    inputs: PhaseInputs
+    loss: LossOptions
+
+
+def make_case(seed: int, num_ranks: int = 1, **program: Any) -> Case:
+    """A case in which some ratios are clipped: old logprobs lie around those of random weights."""
+    rng = np.random.default_rng(seed)
+    batch = random_batch(rng, num_samples=int(rng.integers(1, 10)), max_new_tokens=12)
+    settings: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "activations": ACTIVATIONS,
+        "max_block_tokens": None if seed % 2 else 3,
+        "num_share_keys": 1 + seed % 3 // 2,
+        "granularity_tokens": 1 + 2 * (seed % 5 == 0),
+    }
+    planned = random_program(rng, batch, **settings | program)
+    count = len(LossTokens(batch))
+    inputs = PhaseInputs(rng.uniform(-5, -3, count), rng.uniform(-5, -3, count))
+    return Case(planned, VARIANTS[seed % len(VARIANTS)], inputs, PPO)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training on a case gives: full gradients by canonical name, and logprobs by token."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    logprobs: FloatArray
+    events: Events | None = None
+
+
+def case_model(case: Case, dtype: torch.dtype, tensor_size: int = 1) -> GPTModel:
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor_size)
+    return build_model(case.spec, parallel, seed=3, dtype=dtype, init_std=0.3)
+
+
+def run_case(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    store_class: type[BlockStore] = BlockStore,
+    implementation: Any = "parts",
+    chunk_rows: int = 5,
+) -> Outcome:
+    """Run a case's update on this rank; the outcome is complete on every rank."""
+    planned = case.planned
+    model = case_model(case, dtype, parallel_state.get_tensor_model_parallel_world_size())
+    loss_tokens = LossTokens(planned.batch)
+    rank = parallel_state.get_data_parallel_rank()
+    rank_program = prepare_rank_program(
+        0,
+        planned.program,
+        rank,
+        planned.batch,
+        TokenIds(planned.batch, case.spec.vocab_size),
+        loss_tokens,
+        chunk_rows=chunk_rows,
+    )
+    engine = RankEngine(
+        model=model,
+        spec=case.spec,
+        rank=rank,
+        log=EventLog(),
+        implementation=implementation,
+        loss=case.loss,
+        gradients=MainGradients(model),
+        store_class=store_class,
+    )
+    logprobs = np.full(len(loss_tokens), np.nan)
+    loss = engine.run(rank_program, "update", logprobs, case.inputs)
+    engine.finish_update(rank_program, "update")
+    assert engine.gradients is not None
+    group = parallel_state.get_data_parallel_group()
+    shared = torch.tensor([loss, *np.nan_to_num(logprobs)], dtype=torch.float64)
+    torch.distributed.all_reduce(shared, group=group)
+    full = gather_full(engine.gradients, parallel_state.get_tensor_model_parallel_group())
+    return Outcome(float(shared[0]), full, shared[1:].numpy(), engine.log.finish())
+
+
+def run_samples_alone(case: Case, dtype: torch.dtype) -> Outcome:
+    """Every sample by itself through the same model; the loss is written out here once more."""
+    model = case_model(case, dtype)
+    batch = case.planned.batch
+    terms, logprobs = [], []
+    for sample in range(batch.num_samples):
+        spans = batch.sample_loss_spans(sample)
+        if len(spans):
+            target = np.concatenate([np.arange(a, z) for a, z in spans])
+            ids = expand_tokens(batch, sample, case.spec.vocab_size)
+            logprob = _sample_logprobs(model, case, ids, target, dtype)
+            logprobs.append(logprob)
+            terms.append(batch.advantage[sample] * torch.ones_like(logprob))
+    if not logprobs:
+        zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        return Outcome(0.0, zeros, np.empty(0))
+    logprob, advantage = torch.cat(logprobs), torch.cat(terms)
+    old = torch.from_numpy(case.inputs.old_logprob).to(dtype)
+    reference = torch.from_numpy(case.inputs.reference_logprob).to(dtype)
+    ratio = torch.exp(logprob - old)
+    low, high = 1 - case.loss.clip_ratio, 1 + case.loss.clip_ratio
+    gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    penalty = torch.exp(reference - logprob) - (reference - logprob) - 1
+    loss = (case.loss.kl_coefficient * penalty - gain).mean()
+    loss.backward()
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    return Outcome(float(loss.detach()), gradients, logprob.detach().double().numpy())
+
+
+def _sample_logprobs(
+    model: GPTModel, case: Case, ids: np.ndarray, target: np.ndarray, dtype: torch.dtype
+) -> torch.Tensor:
+    """[trained tokens] logprobs of one sample, dense and causal."""
+    count = len(ids)
+    packed = PackedMicroBatch(
+        index=0,
+        node=np.array([1]),
+        start_depth=np.array([0]),
+        num_tokens=np.array([count]),
+        chains=(Chain(0, count, ()),),
+        cached=(),
+    )
+    params = TreeSeqParams(packed=packed, store=None, implementation="reference")
+    rotary = rotary_angles(torch.arange(count), case.spec, dtype)
+    hidden = hidden_states(model, torch.from_numpy(ids), rotary, params)
+    scaled = logits(model, hidden) / case.loss.temperature
+    every = torch.log_softmax(scaled, dim=-1)
+    return every[torch.from_numpy(target - 1), torch.from_numpy(ids[target])]
+
+
+def relative_error(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """Relative L2 error of all gradients together and of the worst one; others absolute."""
+    names = list(wanted.gradients)
+    assert list(found.gradients) == names
+    error = {n: (found.gradients[n] - wanted.gradients[n]).norm().item() for n in names}
+    size = {n: wanted.gradients[n].norm().item() for n in names}
+    total = sum(s * s for s in size.values()) ** 0.5 or 1.0
+    worst = max(error[n] / (size[n] or total) for n in names)
+    logprob = np.abs(found.logprobs - wanted.logprobs).max(initial=0.0)
+    return {
+        "gradient": sum(e * e for e in error.values()) ** 0.5 / total,
+        "worst_gradient": worst,
+        "loss": abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1.0),
+        "logprob": float(logprob),
+    }
+
+
+def compare_alone(seeds: Sequence[int], dtype: torch.dtype, **run: Any) -> list[dict[str, float]]:
+    """Errors of cases on one process, against every sample alone."""
+    with model_parallel(ParallelConfig()):
+        return [
+            relative_error(run_case(case, dtype, **run), run_samples_alone(case, dtype))
+            for case in map(make_case, seeds)
+        ]
+
+
+def run_cases(seeds: Sequence[int], dtype: torch.dtype, parallel: ParallelConfig) -> list[Outcome]:
+    """Outcomes of cases on this process group."""
+    with model_parallel(parallel):
+        cases = [make_case(seed, num_ranks=parallel.data_parallel_size) for seed in seeds]
+        return [replace(run_case(case, dtype), events=None) for case in cases]
+
+
+def run_alone(seeds: Sequence[int], dtype: torch.dtype, num_ranks: int) -> list[Outcome]:
+    """What `run_cases` should give, from every sample alone."""
+    with model_parallel(ParallelConfig()):
+        return [run_samples_alone(make_case(s, num_ranks=num_ranks), dtype) for s in seeds]
+
+
+def single_process(batch: SampleBatch, **program: Any) -> RandomProgram:
+    """A program of one rank for a given batch."""
+    seed = program.pop("seed", 0)
+    return random_program(np.random.default_rng(seed), batch, **program)

@@ -1,0 +1,253 @@
+"""Whole plans on a trace: three phases, several mini-batches, files, refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from psrl.backend.execute import Execution, execute_plan
+from psrl.backend.launch import run_ranks
+from psrl.backend.loss import LossOptions
+from psrl.backend.optimizer import OptimizerOptions
+from psrl.backend.options import ExecuteOptions, check_executable
+from psrl.backend.output import execute_to_directory
+from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost_model import MemoryModel
+from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
+from psrl.core.events import Events
+from psrl.core.memory import MemoryLedger
+from psrl.core.packing import pack_rank
+from psrl.core.plan import Plan, Program
+from psrl.core.sample import SampleBatch
+from psrl.core.trace import Trace, write_trace
+from tests.backend.cases import ACTIVATIONS, TINY
+from tests.random_plans import random_batch, random_program
+
+OPTIONS = ExecuteOptions(
+    init_std=0.2,
+    loss=LossOptions(kl_coefficient=0.1),
+    optimizer=OptimizerOptions(learning_rate=1e-2),
+    keep_gradients=True,
+)
+
+
+def make_trace(path: Path) -> Trace:
+    batch = random_batch(np.random.default_rng(4), num_samples=12, max_new_tokens=20)
+    batch = replace(batch, mini_batch=np.arange(12) % 2)
+    return write_trace(path, [batch], source="test", licence="CC0-1.0", sampling_mode="step")
+
+
+def mini_batch_program(batch: SampleBatch, index: int, num_ranks: int) -> Program:
+    mine = np.flatnonzero(batch.mini_batch == index)
+    rng = np.random.default_rng(index)
+    planned = random_program(
+        rng, batch.select(mine), num_ranks=num_ranks, activations=ACTIVATIONS
+    ).program
+    assignments = replace(planned.assignments, sample=mine[planned.assignments.sample])
+    return replace(planned, assignments=assignments, mini_batch=index)
+
+
+def make_plan(
+    trace: Trace, parallel: ParallelConfig | None = None, model: ModelSpec = TINY
+) -> Plan:
+    """Forward phases over the whole batch, and two optimizer steps, all with their own cuts."""
+    parallel = parallel or ParallelConfig()
+    batch, num_ranks = trace.iteration(0), parallel.data_parallel_size
+    forward = random_program(
+        np.random.default_rng(9), batch, num_ranks=num_ranks, is_update=False
+    ).program
+    device = DeviceSpec(
+        name="test",
+        peak_flops_per_s=1e12,
+        memory_bytes=2**34,
+        memory_bandwidth_bytes_per_s=1e11,
+        gemm_efficiency=0.5,
+        attention_efficiency=0.5,
+        host_layer_s=1e-5,
+        dtype_bytes=4,
+    )
+    cluster = ClusterSpec(
+        device=device,
+        num_hosts=1,
+        devices_per_host=parallel.world_size,
+        intra_host_bytes_per_s=1e10,
+        inter_host_bytes_per_s=1e10,
+        intra_host_latency_s=1e-6,
+        inter_host_latency_s=1e-6,
+    )
+    return Plan(
+        trace_hash=trace.content_hash,
+        iteration=0,
+        policy="random",
+        options={},
+        model=model,
+        cluster=cluster,
+        parallel=parallel,
+        programs=(forward, *(mini_batch_program(batch, i, num_ranks) for i in range(2))),
+    )
+
+
+def execute(plan: Plan, trace: Trace, options: ExecuteOptions = OPTIONS) -> Execution:
+    return run_ranks(execute_plan, plan.parallel.world_size, plan, trace, options, timeout_s=120)[0]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return make_trace(tmp_path_factory.mktemp("execute") / "trace")
+
+
+@pytest.fixture(scope="module")
+def execution(trace: Trace) -> Execution:
+    return execute(make_plan(trace), trace)
+
+
+def test_phases_agree_before_the_first_step(trace: Trace, execution: Execution) -> None:
+    first = trace.iteration(0).mini_batch[execution.loss_tokens.sample] == 0
+    ratio = np.exp(execution.logprob - execution.old_logprob)
+    assert np.abs(ratio[first] - 1).max() <= 1e-6
+    assert np.abs(ratio[~first] - 1).max() > 1e-3, "the first step changed nothing"
+    assert np.abs(execution.reference_logprob - execution.old_logprob).max() > 1e-3
+
+
+def test_every_loss_token_has_three_logprobs(trace: Trace, execution: Execution) -> None:
+    assert len(execution.loss_tokens) == trace.iteration(0).loss_tokens
+    for values in (execution.old_logprob, execution.reference_logprob, execution.logprob):
+        assert (values < 0).all()
+
+
+def test_kv_bytes_equal_the_simulated_ledger(trace: Trace, execution: Execution) -> None:
+    plan, batch = make_plan(trace), trace.iteration(0)
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    for index, program in enumerate(plan.programs):
+        mine = program.on_rank(0)
+        ledger = MemoryLedger(mine, pack_rank(mine, program.tree(batch)), memory, True)
+        states = [ledger.run(op) for op in mine.ops()]
+        for phase in program.phases:
+            events = execution.events
+            rows = events.where(
+                (events.program == index) & (events.phase == phase) & (events.micro_batch >= 0)
+            )
+            assert rows.kv_bytes.tolist() == [s.kv_bytes for s in states]
+            assert rows.kv_gradient_bytes.tolist() == [s.kv_gradient_bytes for s in states]
+            assert rows.logits_bytes.tolist() == [s.logits_bytes for s in states]
+        assert program.is_update <= (max(s.kv_gradient_bytes for s in states) > 0)
+
+
+def test_events_are_the_plans_ops_in_order(trace: Trace, execution: Execution) -> None:
+    plan, events = make_plan(trace), execution.events
+    update = events.where(events.phase == "update")
+    wanted = []
+    for program in plan.phase_programs("update"):
+        wanted += [op.kind for op in program.on_rank(0).ops()]
+        wanted += ["gradient_reduction", "optimizer_step"]
+    assert update.op.tolist() == wanted
+    assert (update.end_s >= update.start_s).all()
+    assert (np.diff(update.start_s) >= 0).all()
+    assert (update.static_bytes > 0).all()
+    held = update.activation_bytes[update.op == "forward"]
+    assert held.max() > 0
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(data_parallel_size=2), ParallelConfig(tensor_model_parallel_size=2)],
+    ids=["data", "tensor"],
+)
+def test_two_processes_train_like_one(
+    trace: Trace, execution: Execution, parallel: ParallelConfig
+) -> None:
+    """The second mini-batch sees the weights after the first step, so the step agrees too."""
+    other = execute(make_plan(trace, parallel), trace)
+    np.testing.assert_allclose(other.loss, execution.loss, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(other.gradient_norm, execution.gradient_norm, rtol=1e-4)
+    np.testing.assert_allclose(other.logprob, execution.logprob, rtol=0, atol=2e-4)
+    for name, gradient in execution.gradients.items():
+        if name.startswith("mini_batch0."):
+            error = (other.gradients[name] - gradient).norm() / gradient.norm()
+            assert error <= 5e-6, (name, error)
+
+
+def test_repeats_change_no_result(trace: Trace, execution: Execution) -> None:
+    again = execute(make_plan(trace), trace, replace(OPTIONS, warmup=1, repeat=2))
+    assert again.loss == execution.loss
+    assert np.array_equal(again.logprob, execution.logprob)
+    assert again.events.op.tolist() == execution.events.op.tolist()
+
+
+def test_bfloat16_follows_float32(trace: Trace, execution: Execution) -> None:
+    low = execute(make_plan(trace), trace, replace(OPTIONS, dtype="bfloat16"))
+    assert low.dtype == "bfloat16"
+    first = trace.iteration(0).mini_batch[execution.loss_tokens.sample] == 0
+    error = np.abs(low.logprob - execution.logprob)[first]
+    assert 1e-4 < error.max() < 0.1
+    assert low.gradient_norm[0] == pytest.approx(execution.gradient_norm[0], rel=0.05)
+
+
+def test_run_directory(trace: Trace, execution: Execution, tmp_path: Path) -> None:
+    metrics = execute_to_directory(make_plan(trace), trace, OPTIONS, tmp_path, timeout_s=120)
+    assert metrics["loss"] == execution.loss
+    assert metrics["max_ratio_deviation"] <= 1e-6
+    assert set(metrics["phases"]) == {"log_old_prob", "reference", "update"}
+    table = pq.read_table(tmp_path / "logprobs.parquet")
+    assert table.column_names == ["sample", "token", "old_logprob", "ref_logprob", "logprob"]
+    assert table.num_rows == trace.iteration(0).loss_tokens
+    assert len(Events.load(tmp_path / "events.parquet")) == len(execution.events)
+    gradients = load_file(tmp_path / "gradients.safetensors")
+    weight = gradients["mini_batch1.decoder.layers.0.self_attention.linear_qkv.weight"]
+    norm = sum(float((g.double() ** 2).sum()) for n, g in gradients.items() if "batch1" in n)
+    assert weight.shape == (TINY.attention_width + 2 * TINY.kv_width, TINY.hidden_size)
+    assert norm**0.5 == pytest.approx(metrics["gradient_norm"][1], rel=1e-5)
+
+
+def test_old_logprobs_are_required(trace: Trace) -> None:
+    plan = make_plan(trace)
+    plan = replace(plan, programs=plan.programs[1:])
+    with pytest.raises(BackendError, match="log_old_prob"):
+        check_executable(plan, trace, OPTIONS)
+    sft = replace(OPTIONS, loss=LossOptions(kind="sft"), keep_gradients=False)
+    execution = execute(plan, trace, sft)
+    assert np.isnan(execution.old_logprob).all()
+    assert execution.loss[0] > 0
+
+
+def test_another_trace_is_refused(trace: Trace) -> None:
+    plan = replace(make_plan(trace), trace_hash="0" * 64)
+    with pytest.raises(PlanError, match="000000000000"):
+        check_executable(plan, trace, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "key"),
+    [
+        (ParallelConfig(pipeline_model_parallel_size=3), {}, "pipeline_model_parallel_size = 3"),
+        (ParallelConfig(sequence_parallel=True), {}, "sequence_parallel"),
+        (ParallelConfig(), {"num_moe_experts": 4, "moe_topk": 2}, "num_moe_experts = 4"),
+        (ParallelConfig(tensor_model_parallel_size=3), {}, "num_query_groups"),
+    ],
+)
+def test_refused_layouts(
+    trace: Trace, parallel: ParallelConfig, model: dict[str, int], key: str
+) -> None:
+    plan = make_plan(trace, parallel, TINY.model_copy(update=model))
+    with pytest.raises((BackendError, ConfigError), match=key):
+        check_executable(plan, trace, OPTIONS)
+
+
+def test_wrong_number_of_processes(trace: Trace) -> None:
+    plan = make_plan(trace, ParallelConfig(data_parallel_size=2))
+    with pytest.raises(BackendError, match=r"tensor\(1\) \* pipeline\(1\) \* data\(2\) = 2 .* 1 "):
+        run_ranks(execute_plan, 1, plan, trace, OPTIONS, timeout_s=60)
+
+
+def test_a_plan_that_misses_a_sample_is_noticed(trace: Trace) -> None:
+    plan = make_plan(trace)
+    program = plan.programs[1]
+    last = int(program.segments.micro_batch.max())
+    keep = np.flatnonzero(program.schedule.micro_batch != last)
+    broken = replace(program, schedule=program.schedule.rows(keep))
+    plan = replace(plan, programs=(plan.programs[0], broken))
+    with pytest.raises(PsrlError):
+        execute(plan, trace)
