@@ -80,3 +80,10 @@ def test_broken_order_is_refused(source: int) -> None:
     chains = (first, Chain(2, 3, ()), Chain(3, 4, (KeyRun(source, 0, 1),)))
     with pytest.raises(PlanError, match="depth-first"):
         visibility(packed_of(*chains))
+
+
+def test_rows_that_no_query_sees_get_no_slot() -> None:
+    rule = visibility(packed_of(Chain(0, 2, (KeyRun(7, 1, 2), KeyRun(7, 4, 6), KeyRun(3, 2, 3)))))
+    assert rule.runs == (KeyRun(3, 2, 3), KeyRun(7, 1, 2), KeyRun(7, 4, 6))
+    assert rule.query_start.tolist() == [0, 0, 0, 0, 0, 1]
+    assert rule.query_end.tolist() == [2, 2, 2, 2, 2, 2]
