@@ -1,0 +1,147 @@
+"""What a policy decides on: the samples of an iteration, the set-up, and what may be shared."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from psrl.core.config import Setup
+from psrl.core.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.errors import ConfigError, suggest
+from psrl.core.metrics import PHASES
+from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
+from psrl.core.sample import IntArray, SampleBatch
+
+from .bounds import rank_cost_bound
+from .cost_tree import CostTree, UnitCosts, build_cost_tree
+from .loss_rows import LossRows, loss_rows
+
+# Amount at which a cost model's fixed parts (launches, latencies) have vanished beside the slope.
+_LARGE = 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class PlanningProblem:
+    """One RL iteration of one trace on one set-up.
+
+    Attributes:
+        phases: phases to plan, some of log_old_prob, reference, update.
+
+    Raises:
+        ConfigError: for an unknown phase.
+    """
+
+    batch: SampleBatch
+    trace_hash: str
+    iteration: int
+    setup: Setup
+    phases: tuple[str, ...] = PHASES
+
+    def __post_init__(self) -> None:
+        for phase in self.phases:
+            if phase not in PHASES:
+                raise ConfigError(
+                    f"unknown phase {phase!r}.{suggest(phase, list(PHASES))}",
+                    f"known phases: {', '.join(PHASES)}",
+                )
+        if not self.phases:
+            raise ConfigError("no phase to plan", f"choose some of {', '.join(PHASES)}")
+
+    @cached_property
+    def cost_model(self) -> RooflineCostModel:
+        return RooflineCostModel(self.setup.model, self.setup.cluster, self.setup.parallel)
+
+    @cached_property
+    def memory_model(self) -> MemoryModel:
+        return MemoryModel(self.setup.model, self.setup.cluster, self.setup.parallel)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.setup.parallel.data_parallel_size
+
+    @property
+    def num_stages(self) -> int:
+        return self.setup.parallel.pipeline_model_parallel_size
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        planning = self.setup.planning
+        return int(self.setup.cluster.device.memory_bytes * planning.memory_fraction)
+
+    @property
+    def base_activation(self) -> str:
+        """What a micro-batch keeps for its backward unless a policy chooses otherwise."""
+        return "recompute" if self.setup.parallel.recompute == "full" else "keep"
+
+    def programs(self) -> Iterator["ProgramProblem"]:
+        """Sample sets that may share: the whole batch forward-only, then one per mini-batch."""
+        forward_only = tuple(p for p in PHASES if p in self.phases and p != "update")
+        if forward_only:
+            everything = np.arange(self.batch.num_samples)
+            yield ProgramProblem(self, forward_only, False, -1, everything)
+        if "update" in self.phases:
+            for mini_batch in np.unique(self.batch.mini_batch).tolist():
+                members = np.flatnonzero(self.batch.mini_batch == mini_batch)
+                yield ProgramProblem(self, ("update",), True, mini_batch, members)
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramProblem:
+    """The samples of one program: they may share, and all ranks run them together.
+
+    Attributes:
+        members: [S] batch indices of the samples, ascending; index s below means `members[s]`.
+    """
+
+    problem: PlanningProblem
+    phases: tuple[str, ...]
+    is_update: bool
+    mini_batch: int
+    members: IntArray
+
+    @cached_property
+    def samples(self) -> SampleBatch:
+        return self.problem.batch.select(self.members)
+
+    @cached_property
+    def tree(self) -> PrefixTree:
+        """The prefix tree when everything is shared."""
+        return build_prefix_tree(self.samples)
+
+    @cached_property
+    def loss_rows(self) -> LossRows:
+        return loss_rows(self.tree, self.samples)
+
+    @cached_property
+    def unit_costs(self) -> UnitCosts:
+        """Seconds on the last stage, all phases together, without fixed costs per micro-batch."""
+        cost = self.problem.cost_model
+
+        def slope(tokens: float, pairs: float, head_tokens: float) -> float:
+            forward = cost.forward_s(tokens, pairs, head_tokens)
+            if not self.is_update:
+                return len(self.phases) * float(forward) / _LARGE
+            total = forward + cost.backward_s(tokens, pairs, head_tokens)
+            if self.problem.base_activation == "recompute":
+                total = total + cost.forward_s(tokens, pairs, 0.0)
+            return float(total) / _LARGE
+
+        return UnitCosts(slope(_LARGE, 0.0, 0.0), slope(0.0, _LARGE, 0.0), slope(0.0, 0.0, _LARGE))
+
+    @cached_property
+    def cost_tree(self) -> CostTree:
+        return build_cost_tree(self.tree, self.loss_rows, self.unit_costs)
+
+    @cached_property
+    def rank_cost_bound_s(self) -> float:
+        """No placement gives every rank less work than this, all phases together."""
+        return rank_cost_bound(self.cost_tree, self.problem.num_ranks)
+
+    @cached_property
+    def step_s(self) -> float:
+        """Gradient reduction and optimizer step that end an update."""
+        if not self.is_update:
+            return 0.0
+        cost = self.problem.cost_model
+        return cost.gradient_reduction_s() + cost.optimizer_step_s()

@@ -1,0 +1,145 @@
+"""Set-ups and batches of the planner's tests."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from psrl.core.cluster import ClusterSpec, DeviceSpec, ParallelConfig
+from psrl.core.config import PlanningConfig, Setup
+from psrl.core.presets import MODELS
+from psrl.core.sample import SampleBatch, make_batch
+from psrl.planner import PlanningProblem
+from tests.random_plans import random_batch
+
+
+def make_setup(
+    data_parallel_size: int = 2,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    max_tokens: int = 16,
+    memory_bytes: int = 2**40,
+    recompute: str = "none",
+    search_iterations: int = 40,
+) -> Setup:
+    """A tiny model on devices where tokens, pairs, predicted rows and launches all cost time."""
+    device = DeviceSpec(
+        name="toy",
+        peak_flops_per_s=1e12,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=1e12,
+        gemm_efficiency=0.5,
+        attention_efficiency=0.05,
+        host_layer_s=1e-6,
+    )
+    return Setup(
+        model=MODELS["qwen2.5-tiny"],
+        cluster=ClusterSpec(
+            device=device,
+            num_hosts=1,
+            devices_per_host=data_parallel_size * pipeline_model_parallel_size,
+            intra_host_bytes_per_s=1e11,
+            inter_host_bytes_per_s=1e10,
+            intra_host_latency_s=1e-6,
+            inter_host_latency_s=1e-5,
+        ),
+        parallel=ParallelConfig(
+            data_parallel_size=data_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            recompute=recompute,
+        ),
+        planning=PlanningConfig(
+            max_tokens_per_micro_batch=max_tokens, search_iterations=search_iterations
+        ),
+    )
+
+
+def problem_of(
+    batch: SampleBatch, setup: Setup, phases: tuple[str, ...] = ("log_old_prob", "update")
+) -> PlanningProblem:
+    return PlanningProblem(batch, "hash", 0, setup, phases)
+
+
+def update_of(batch: SampleBatch, setup: Setup):
+    """The only program of an update with one mini-batch."""
+    (target,) = problem_of(batch, setup, ("update",)).programs()
+    return target
+
+
+def nasty_batch(seed: int, num_samples: int, num_mini_batches: int = 1) -> SampleBatch:
+    """Random samples with duplicates, prefixes and an empty one, over several mini-batches."""
+    rng = np.random.default_rng(seed)
+    batch = random_batch(rng, num_samples=num_samples, num_groups=3)
+    tokens = [batch.sample_symbols(s) for s in range(num_samples)]
+    spans = [[tuple(span) for span in batch.sample_loss_spans(s)] for s in range(num_samples)]
+    at = int(rng.integers(num_samples + 1))
+    tokens.insert(at, np.empty(0, np.int64))
+    spans.insert(at, [])
+    made = make_batch(tokens, spans)
+    groups = rng.integers(3, size=num_samples + 1).astype(np.str_)
+    mini_batch = rng.integers(num_mini_batches, size=num_samples + 1)
+    return replace(made, group_id=groups, mini_batch=mini_batch)
+
+
+def tree_batch(nested: list) -> SampleBatch:
+    """A batch of blocks from nested `(num_tokens, children)`; each leaf is a sample.
+
+    The last node of a sample is trained, from its second token on.
+    """
+    lengths: list[int] = []
+    samples: list[list[int]] = []
+    spans: list[list[tuple[int, int]]] = []
+    groups: list[str] = []
+
+    def walk(nodes: list, path: list[int]) -> None:
+        for num_tokens, children in nodes:
+            lengths.append(num_tokens)
+            here = [*path, len(lengths) - 1]
+            if children:
+                walk(children, here)
+            else:
+                depth = sum(lengths[b] for b in here)
+                samples.append(here)
+                spans.append([(depth - num_tokens + 1, depth)] if num_tokens > 1 else [])
+                groups.append(str(here[0]))
+
+    walk(nested, [])
+    return make_batch(
+        samples, spans, symbol_num_tokens=np.array(lengths, np.int64), group_id=groups
+    )
+
+
+def star(rng: np.random.Generator, num_groups: int, num_rollouts: int) -> list:
+    """Prompts with independent answers."""
+    return [
+        (
+            int(rng.integers(100, 300)),
+            [(int(rng.integers(50, 400)), []) for _ in range(num_rollouts)],
+        )
+        for _ in range(num_groups)
+    ]
+
+
+def chains(rng: np.random.Generator, num_groups: int, num_rollouts: int, num_steps: int) -> list:
+    """Prompts with rollouts of several turns; a side reply hangs off every turn."""
+
+    def chain(steps: int) -> tuple[int, list]:
+        side = (int(rng.integers(5, 40)), [])
+        follow = [chain(steps - 1)] if steps > 1 else []
+        return int(rng.integers(20, 120)), [side, *follow]
+
+    return [
+        (int(rng.integers(100, 300)), [chain(num_steps) for _ in range(num_rollouts)])
+        for _ in range(num_groups)
+    ]
+
+
+def workloads() -> dict[str, SampleBatch]:
+    """Seeded agentic workloads of different shape."""
+    rng = np.random.default_rng(7)
+    return {
+        "stars": tree_batch(star(rng, 8, 6)),
+        "chains": tree_batch(chains(rng, 4, 3, 5)),
+        "singletons": tree_batch([(int(n), []) for n in rng.integers(20, 900, size=40)]),
+        "one_group": tree_batch([(800, [(int(n), []) for n in rng.integers(50, 500, size=32)])]),
+        "long_path": tree_batch([(5000, []), *star(rng, 5, 4)]),
+    }

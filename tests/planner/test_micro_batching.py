@@ -1,0 +1,114 @@
+"""Units and token-wise cuts by hand, and that cuts cover a rank within the budget."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psrl.planner.assemble import rank_program
+from psrl.planner.layout import Layout
+from psrl.planner.micro_batching import all_rules, best_rank_program, cut_program, cut_rank
+from psrl.planner.token_cuts import RankView, cut_units, pieces_of, rank_view, unit_starts
+from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of, workloads
+
+
+def view_of(batch, num_ranks: int = 1, rank: int = 0, **setup: object) -> RankView:
+    target = update_of(batch, make_setup(num_ranks, **setup))
+    ranks = np.arange(batch.num_samples) % num_ranks
+    return rank_view(Layout(target, ranks, np.zeros(batch.num_samples, np.int64)), rank)
+
+
+def small_tree() -> list:
+    """A prompt of 400 tokens with four answers of 100, then two single samples of 100."""
+    return [(400, [(100, [])] * 4), (100, []), (100, [])]
+
+
+def test_one_unit_holds_everything() -> None:
+    view = view_of(tree_batch(small_tree()))
+    assert unit_starts(view, float("inf"), 1e-9) == [0]
+
+
+def test_a_big_head_stands_alone_and_siblings_run_together() -> None:
+    view = view_of(tree_batch(small_tree()))
+    answer_s = view.cost_before_s[2] - view.cost_before_s[1]
+    # Two answers to a unit: prompt | a a | a a | single single.
+    assert unit_starts(view, 2.1 * answer_s, answer_s) == [0, 1, 3, 5]
+
+
+def test_a_small_head_joins_the_unit_behind_it() -> None:
+    view = view_of(tree_batch([(10, [(100, [])] * 4)]))
+    answer_s = view.cost_before_s[2] - view.cost_before_s[1]
+    assert unit_starts(view, 2.2 * answer_s, answer_s) == [0, 3]
+
+
+def test_units_are_cut_evenly_by_cost_inside_a_node() -> None:
+    view = view_of(tree_batch([(1000, [])]))
+    bounds = cut_units(view, [0], float(view.cost_before_s[-1]) / 2, 10_000)
+    # Later tokens see more keys, so the second half of the cost is fewer tokens.
+    first, second = np.diff(bounds).tolist()
+    assert first > second + 50
+    assert first + second == 1000
+    table = rank_program(view.layout, 0, pieces_of(view, bounds)).program.micro_batches
+    unit = view.layout.target.unit_costs
+    cost_s = unit.token_s * table.num_tokens + unit.pair_s * table.pairs
+    cost_s = cost_s + unit.head_s * table.head_tokens
+    assert cost_s[0] == pytest.approx(cost_s[1], rel=5e-3)
+
+
+def test_a_cut_close_to_a_boundary_moves_there() -> None:
+    view = view_of(tree_batch([(499, []), (505, [])]))
+    bounds = cut_units(view, [0], float(view.cost_before_s[-1]) / 2, 10_000)
+    assert bounds.tolist() == [0, 499, 1004]
+
+
+def test_equal_tokens_where_equal_costs_break_the_budget() -> None:
+    view = view_of(tree_batch([(1000, [])]))
+    bounds = cut_units(view, [0], float(view.cost_before_s[-1]), 1)
+    assert np.diff(bounds).tolist() == [1] * 1000
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_samples=st.integers(1, 12),
+    max_tokens=st.integers(1, 30),
+    num_stages=st.sampled_from([1, 2]),
+)
+@settings(max_examples=40)
+def test_cuts_cover_the_rank_once_within_the_budget(
+    seed: int, num_samples: int, max_tokens: int, num_stages: int
+) -> None:
+    batch = nasty_batch(seed, num_samples)
+    view = view_of(batch, 2, 1, max_tokens=max_tokens, pipeline_model_parallel_size=num_stages)
+    for rule in all_rules(view):
+        pieces = cut_rank(view, rule)
+        sizes = np.bincount(pieces.micro_batch, pieces.num_tokens)
+        assert not len(sizes) or (sizes.max() <= max_tokens and sizes.min() >= 1)
+        computed = np.bincount(pieces.node, pieces.num_tokens, minlength=view.layout.tree.num_nodes)
+        expected = np.zeros_like(computed)
+        expected[view.node] = view.num_tokens
+        assert np.array_equal(computed, expected)
+
+
+def test_smaller_units_hold_less() -> None:
+    view = view_of(workloads()["stars"], max_tokens=256)
+    whole, *_, fine = [r for r in all_rules(view) if r.count_factor == 2.0]
+    assert (whole.num_units, fine.num_units) == (1, 16)
+    assert cut_program(view, fine).peak_bytes < 0.7 * cut_program(view, whole).peak_bytes
+
+
+def test_holding_more_than_forced_fills_a_pipeline() -> None:
+    view = view_of(workloads()["stars"], max_tokens=128, pipeline_model_parallel_size=4)
+    rules = [r for r in all_rules(view) if (r.count_factor, r.num_units) == (1.0, 16)]
+    lean, *_, full = [cut_program(view, rule) for rule in rules]
+    assert full.time_s < lean.time_s
+    assert full.peak_bytes > lean.peak_bytes
+
+
+def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None:
+    view = view_of(workloads()["stars"], max_tokens=256, pipeline_model_parallel_size=2)
+    rules = all_rules(view)
+    times = [cut_program(view, rule).time_s for rule in rules]
+    assert best_rank_program(view, rules, 0.0).program.time_s == min(times)
+    lean = best_rank_program(view, rules, 0.02).program
+    assert lean.time_s <= 1.02 * min(times)
+    assert lean.peak_bytes <= best_rank_program(view, rules, 0.0).program.peak_bytes
