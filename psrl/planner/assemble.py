@@ -187,9 +187,21 @@ def _time_s(problem: PlanningProblem, table: MicroBatches, ops: list[Op]) -> flo
     again = table.backward_s - cost.backward_s(*sizes)
     durations: list[dict[str, list[float]]] = []
     for stage in range(num_stages):
-        forward = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64).tolist()
+        forward: FloatArray = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64)
+        # A dropped micro-batch needs its head only when it runs again.
+        first = np.where(
+            table.activation == "drop",
+            cost.stage_forward_s(stage, sizes[0], sizes[1], 0.0),
+            forward,
+        )
         backward: FloatArray = np.asarray(cost.stage_backward_s(stage, *sizes) + again)
-        durations.append({"forward": forward, "recompute": forward, "backward": backward.tolist()})
+        durations.append(
+            {
+                "forward": first.tolist(),
+                "recompute": forward.tolist(),
+                "backward": backward.tolist(),
+            }
+        )
     if num_stages == 1:
         return sum(durations[0][op.kind][op.micro_batch] for op in ops)
     message_s = np.asarray(cost.message_s(sizes[0]), np.float64).tolist()

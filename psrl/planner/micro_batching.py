@@ -104,8 +104,10 @@ def best_rank_program(view: RankView, rules: list[CutRule], memory_weight: float
     """The best candidate that fits the memory, by time and a little by memory.
 
     In an update, candidates that are clearly faster than those that fit drop the activations of
-    long-held micro-batches until they fit. If nothing fits, the candidate with the smallest
-    peak is returned, and the plan's check reports its numbers.
+    long-held micro-batches until they fit. Where layers are recomputed anyway, dropping
+    everything costs no extra forward, so the fastest candidates are tried that way too. If
+    nothing fits, the candidate with the smallest peak is returned, and the plan's check reports
+    its numbers.
 
     Args:
         memory_weight: share of the time that all of the device memory is worth.
@@ -119,6 +121,8 @@ def best_rank_program(view: RankView, rules: list[CutRule], memory_weight: float
     made.sort(key=lambda c: c.program.time_s)
     if view.layout.target.is_update:
         dropped = [_Candidate(c.rule, _drop_until_it_fits(view, c)) for c in _worth_dropping(made)]
+        if view.layout.problem.base_activation == "recompute":
+            dropped += [_Candidate(c.rule, _drop_all(view, c)) for c in _fast(made, memory_weight)]
         made = sorted([*made, *dropped], key=lambda c: c.program.time_s)
     fastest = next((c for c in made if c.program.fits), None)
     if fastest is None:
@@ -156,6 +160,17 @@ def _worth_dropping(by_time: list[_Candidate]) -> list[_Candidate]:
 
 def _largest_tokens(program: RankProgram) -> int:
     return int(program.program.micro_batches.num_tokens.max(initial=0))
+
+
+def _fast(by_time: list[_Candidate], memory_weight: float) -> list[_Candidate]:
+    """Candidates whose time less memory could make up for."""
+    limit_s = by_time[0].program.time_s * (1.0 + memory_weight)
+    return [c for c in by_time if c.program.time_s <= limit_s]
+
+
+def _drop_all(view: RankView, candidate: _Candidate) -> RankProgram:
+    count = len(candidate.program.program.micro_batches)
+    return cut_program(view, candidate.rule, np.full(count, "drop", "<U9"))
 
 
 def _drop_until_it_fits(view: RankView, candidate: _Candidate) -> RankProgram:

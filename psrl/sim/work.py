@@ -81,8 +81,8 @@ def _durations_s(costs: CostModel, program: Program, stage: int) -> dict[str, li
     """Time on a stage of every row of the micro-batch table, per kind of op.
 
     Layer recompute runs the layers' forward again inside the backward, without the head: the
-    head's own second forward belongs to `stage_backward_s`. Running a dropped micro-batch again
-    is a whole stage forward.
+    head's own second forward belongs to `stage_backward_s`. A dropped micro-batch needs its head
+    only when it runs again.
     """
     table = program.micro_batches
     columns = table.num_tokens, table.pairs, table.head_tokens
@@ -91,7 +91,7 @@ def _durations_s(costs: CostModel, program: Program, stage: int) -> dict[str, li
     again = costs.stage_forward_s(stage, tokens, pairs, np.zeros_like(head_tokens))
     backward = costs.stage_backward_s(stage, tokens, pairs, head_tokens)
     return {
-        "forward": _per_row(forward, program),
+        "forward": _per_row(np.where(table.activation == "drop", again, forward), program),
         "recompute": _per_row(forward, program),
         "backward": _per_row(backward + again * (table.activation == "recompute"), program),
     }

@@ -42,9 +42,10 @@ def test_plans_of_random_batches_are_valid_and_not_below_the_bound(
     assert predicted["placement_gap"] >= 0.0
     assert predicted["worker_time_max_s"] >= predicted["worker_time_min_s"] >= 0.0
     assert predicted["duplicated_tokens"] >= 0.0
-    kept = "recompute" if recompute == "full" else "keep"
+    # Memory is plentiful: nothing is dropped, except where dropping is as fast as recomputing.
+    allowed = {"recompute", "drop"} if recompute == "full" else {"keep"}
     for program in plan.programs:
-        assert set(program.micro_batches.activation) <= {kept}
+        assert set(program.micro_batches.activation) <= allowed
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
