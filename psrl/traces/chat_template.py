@@ -6,12 +6,13 @@ starts tokenising. So the prompt of a model call starts with the previous call, 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 DEFAULT_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+THINK_END = "</think>"
 TOOLS_BEFORE = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -34,11 +35,21 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message; `tool_calls` only with role assistant."""
+    """One message.
+
+    Attributes:
+        tool_calls, reasoning: only with role assistant; reasoning is rendered as
+            `<think>...</think>` before the content.
+        is_trained: False for an assistant message that the model did not write in this episode.
+        is_summary: it stands for everything between the system message and itself.
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    is_trained: bool = True
+    is_summary: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,18 @@ class Turn:
     """A rendered turn: `before` and `after` are context, `response` is what the model wrote.
 
     Only assistant turns have a response; it ends with the end-of-turn marker.
+
+    Attributes:
+        shortened: the response as later prompts show it when they leave thinking out; None when
+            it has none.
+        is_summary: the turns between the first one and this one may be dropped.
     """
 
     before: tuple[Piece, ...]
     response: tuple[Piece, ...] = ()
     after: tuple[Piece, ...] = ()
+    shortened: tuple[Piece, ...] | None = None
+    is_summary: bool = False
 
 
 def render(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[Turn]:
@@ -81,8 +99,7 @@ def render(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[Turn]
         message = rest[position]
         position += 1
         if message.role == "assistant":
-            response = (*_assistant(message), IM_END)
-            turns.append(Turn((IM_START, "assistant\n"), response, ("\n",)))
+            turns.append(_assistant_turn(message))
         elif message.role == "tool":
             results = [message.content]
             while position < len(rest) and rest[position].role == "tool":
@@ -91,7 +108,9 @@ def render(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[Turn]
             body = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in results)
             turns.append(_context("user", body))
         else:
-            turns.append(_context(message.role, message.content))
+            turns.append(
+                replace(_context(message.role, message.content), is_summary=message.is_summary)
+            )
     return turns
 
 
@@ -117,10 +136,27 @@ def _tool_list(tools: Sequence[Any]) -> tuple[Piece, ...]:
     return (before, CALL_START, CALL_END, " XML tags:\n", *example)
 
 
+def _assistant_turn(message: Message) -> Turn:
+    response = (*_assistant(message), IM_END)
+    start: tuple[Piece, ...] = (IM_START, "assistant\n")
+    if not message.is_trained:
+        return Turn((*start, *response, "\n"))
+    shortened = None
+    if message.reasoning or THINK_END in message.content:
+        content = message.content.rpartition(THINK_END)[2].lstrip("\n")
+        plain = replace(message, content=content, reasoning="")
+        shortened = (*_assistant(plain), IM_END)
+    return Turn(start, response, ("\n",), shortened)
+
+
 def _assistant(message: Message) -> list[Piece]:
-    pieces: list[Piece] = [message.content] if message.content else []
-    for call in message.tool_calls:
-        if pieces:
+    pieces: list[Piece] = []
+    if message.reasoning:
+        pieces.append(f"<think>\n{message.reasoning}\n{THINK_END}\n\n")
+    if message.content:
+        pieces.append(message.content)
+    for position, call in enumerate(message.tool_calls):
+        if message.content or position:
             pieces.append("\n")
         body = f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n'
         pieces += [CALL_START, body, CALL_END]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from psrl.core.errors import PsrlError, TraceError
-from psrl.traces.importers import ImportOptions, import_recording
+from psrl.traces.importers import IMPORTERS, ImportOptions, import_recording
 from psrl.traces.recording import Recording
 
 NAMES = {
@@ -19,6 +19,25 @@ NAMES = {
     "mooncake": "requests.jsonl",
     "messages": "conversations.jsonl",
     "tau_bench": "tau_bench.json",
+    "agent_lightning": "triplets.jsonl",
+    "areal": "areal.jsonl",
+    "atif": "atif.json",
+    "fireact": "fireact.json",
+    "knowagent_alfworld": "alfworld.jsonl",
+    "knowagent_hotpotqa": "hotpotqa.jsonl",
+    "nemo_rl": "train_data_step3.jsonl",
+    "swe_agent": "run.traj",
+    "toolbench": "toolbench.json",
+    "tree_of_thought": "game24.json",
+    "verifiers": "traces.jsonl",
+    "verl_text": "verl.jsonl",
+}
+OTHERS = {
+    "azure_llm": "azure.csv",
+    "react_webshop": "webshop.log",
+    "slime": "rollout_12.pt",
+    "verl_data_proto": "data_proto.pkl",
+    "verl_transfer_queue": "tq_batch.pt",
 }
 GOOD_REQUEST = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
 GOOD_CALL = {"t": 0, "in": 130, "out": 1, "hash_ids": [1, 2]}
@@ -92,7 +111,11 @@ def test_damaged_lines(tmp_path: Path, line: bytes, message: str) -> None:
     assert read(path, None, "qwen", skip_bad=True).batches[0].num_samples == 1
 
 
-@pytest.mark.parametrize("format", NAMES)
+def test_every_format_is_fuzzed() -> None:
+    assert NAMES.keys() | OTHERS.keys() == IMPORTERS.keys()
+
+
+@pytest.mark.parametrize("format", [*NAMES, "azure_llm", "react_webshop"])
 @pytest.mark.parametrize("content", [b"", b" \n\n", b"\xef\xbb\xbf"])
 def test_empty_files(tmp_path: Path, byte_tokenizer: str, format: str, content: bytes) -> None:
     path = tmp_path / "empty"
@@ -138,8 +161,8 @@ def test_a_bad_request_does_not_shift_the_steps_after_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [USER]}, "line 1: no message of role 'assistant'"),
-        ({"messages": []}, "line 1: no message of role 'assistant'"),
+        ({"messages": [USER]}, "line 1: no response of the model"),
+        ({"messages": []}, "line 1: no response of the model"),
         ({"messages": "hi"}, "field 'messages' must be a list, found string 'hi'"),
         ({"messages": [USER, {"role": "judge"}]}, "message 1: field 'role' is 'judge', known are"),
         ({"messages": [{"role": "assistant"}]}, "'content' is missing in a message without"),
@@ -205,13 +228,13 @@ def survives(path: Path, format: str, tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize("format", NAMES)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_replaced_or_missing_field(
     fixtures: Path, tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
 ) -> None:
     text = (fixtures / NAMES[format]).read_text()
-    is_lines = NAMES[format].endswith("l")
+    is_lines = NAMES[format].endswith(".jsonl")
     value = [json.loads(x) for x in text.splitlines() if x] if is_lines else json.loads(text)
     value = copy.deepcopy(value)
     container, key = data.draw(st.sampled_from(places(value)))
@@ -225,13 +248,13 @@ def test_any_replaced_or_missing_field(
     survives(path, format, byte_tokenizer)
 
 
-@pytest.mark.parametrize("format", NAMES)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("format", [*NAMES, *OTHERS])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damaged_bytes(
     fixtures: Path, tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
 ) -> None:
-    content = (fixtures / NAMES[format]).read_bytes()
+    content = (fixtures / (NAMES | OTHERS)[format]).read_bytes()
     start = data.draw(st.integers(0, len(content)))
     end = data.draw(st.sampled_from([start, start + 1, len(content)]))
     path = tmp_path / "damaged"

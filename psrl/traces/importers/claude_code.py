@@ -7,24 +7,20 @@ whose `t` counts from the start of the subagent.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from psrl.core.errors import TraceError
 from psrl.traces.recording import Recording
 
 from .assemble import assemble
+from .files import read_bytes
+from .formats import FileHead, Importer
 from .hashed import HashedRequest, block_lengths, samples_of
 from .options import ImportOptions
-from .reading import BadRecords, Record, parse_json, read_bytes
-
-MARKS = "a JSON object per file with 'block_size' and 'requests'"
+from .reading import BadRecords, Record, parse_json
 
 
-def recognise(value: Any) -> str | None:
-    """Why the first JSON value of a file is a session, or None."""
-    if isinstance(value, dict) and "block_size" in value and "requests" in value:
-        return "one JSON object with 'block_size' and 'requests'"
-    return None
+def recognise(head: FileHead) -> str | None:
+    return head.reason("one JSON object", "block_size", "requests")
 
 
 def read(paths: list[Path], options: ImportOptions) -> Recording:
@@ -52,9 +48,16 @@ def read(paths: list[Path], options: ImportOptions) -> Recording:
     samples, num_tokens = samples_of(requests)
     notes = [
         "responses and prompt tokens after the last hashed block are fresh symbols",
-        "rewards are not recorded, advantage is 1",
     ]
     return assemble(samples, num_tokens, paths, options, bad, notes)
+
+
+CLAUDE_CODE = Importer(
+    "a JSON object per file with 'block_size' and 'requests'",
+    recognise,
+    read,
+    takes=frozenset({"block_tokens"}),
+)
 
 
 def _session_requests(

@@ -9,8 +9,8 @@ import numpy as np
 
 from psrl.core.sample import IntArray
 
-from .assemble import StepSample
 from .reading import Record
+from .samples import RecordedSample
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def block_lengths(
     )
 
 
-def samples_of(requests: Sequence[HashedRequest]) -> tuple[list[StepSample], IntArray]:
+def samples_of(requests: Sequence[HashedRequest]) -> tuple[list[RecordedSample], IntArray]:
     """Step samples and the symbol table of hashed requests.
 
     A symbol is a (scope, hash, length): blocks of different lengths cannot be equal tokens. The
@@ -79,16 +79,16 @@ def samples_of(requests: Sequence[HashedRequest]) -> tuple[list[StepSample], Int
     """
     hashed, num_tokens = _hashed_symbols(requests)
     lengths = num_tokens.tolist()
-    samples: list[StepSample] = []
+    samples: list[RecordedSample] = []
     for request, symbols in zip(requests, hashed, strict=True):
         fresh = [t for t in (request.tail_tokens, request.output_tokens) if t]
         new = np.arange(len(lengths), len(lengths) + len(fresh))
         lengths += fresh
         start = request.input_tokens
         samples.append(
-            StepSample(
+            RecordedSample(
                 symbols=np.concatenate([symbols, new]),
-                response=(start, start + request.output_tokens),
+                loss_spans=((start, start + request.output_tokens),),
                 group_id=request.group_id,
                 trajectory_id=request.trajectory_id,
                 agent_step=request.agent_step,

@@ -4,81 +4,43 @@ JSON lines: `{"messages": [...], "tools": [...], "group": ..., "reward": ...}`, 
 optional. tau-bench: a JSON list of `{"task_id", "trial", "reward", "info", "traj"}`.
 """
 
-import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-
-from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import IntArray
-from psrl.traces.advantages import grpo_advantages
-from psrl.traces.chat_template import (
-    ROLES,
-    Message,
-    ToolCall,
-    Turn,
-    dump_json,
-    render,
-    turns_text,
-)
+from psrl.core.errors import TraceError
+from psrl.traces.chat_template import ROLES, Message, ToolCall, dump_json, render
 from psrl.traces.recording import Recording
-from psrl.traces.tokenizer import Tokenizer, load_tokenizer
 
-from .assemble import StepSample, assemble
+from .episodes import CHAT_MODES, TextEpisode, import_episodes
+from .files import read_bytes, read_lines
+from .formats import FileHead, Importer
 from .options import ImportOptions
-from .reading import SKIP_HINT, BadRecords, Record, check_text, parse_json, read_bytes, read_lines
+from .reading import Record, parse_json
+from .samples import text_digest
 
-MARKS = "JSON lines with 'messages'"
-TAU_BENCH_MARKS = "a JSON list of objects with 'task_id' and 'traj'"
-
-Raw = TypeVar("Raw")
+CHAT_NOTE = "Qwen2.5 chat format"
 
 
-@dataclass(frozen=True)
-class Episode:
-    """A conversation; `calls` holds the tokens of each model call and how many are its prompt."""
-
-    group: str
-    reward: float
-    calls: tuple[tuple[IntArray, int], ...]
+def recognise(head: FileHead) -> str | None:
+    return head.reason("JSON lines", "messages")
 
 
-def recognise(value: Any) -> str | None:
-    """Why the first JSON value of a file is a conversation, or None."""
-    if isinstance(value, dict) and "messages" in value:
-        return "JSON lines with 'messages'"
-    return None
-
-
-def recognise_tau_bench(value: Any) -> str | None:
-    """Why the first JSON value of a file is a tau-bench result, or None."""
+def recognise_tau_bench(head: FileHead) -> str | None:
+    value = head.value
     if isinstance(value, list) and value and isinstance(value[0], dict) and "traj" in value[0]:
         return "a JSON list of objects with 'traj'"
     return None
 
 
 def read(paths: list[Path], options: ImportOptions) -> Recording:
-    """Read JSON lines; the group is `group`, else a hash of the first user message.
-
-    Raises:
-        TraceError: at the first malformed line, unless `options.skip_bad`.
-        ConfigError: if the tokenizer cannot be loaded.
-    """
-    return _read(paths, options, read_lines, _jsonl_episode)
+    """Read JSON lines; the group is `group`, else a hash of the first user message."""
+    return import_episodes(paths, options, read_lines, _jsonl_episode, [CHAT_NOTE])
 
 
 def read_tau_bench(paths: list[Path], options: ImportOptions) -> Recording:
-    """Read tau-bench results; the group is the task, with the file name if there are several.
-
-    Raises:
-        TraceError: at the first malformed episode, unless `options.skip_bad`.
-        ConfigError: if the tokenizer cannot be loaded.
-    """
+    """Read tau-bench results; the group is the task, with the file name if there are several."""
 
     def episodes(path: Path) -> Iterator[tuple[str, Any]]:
         values = parse_json(read_bytes(path), str(path))
@@ -88,115 +50,49 @@ def read_tau_bench(paths: list[Path], options: ImportOptions) -> Recording:
         for position, value in enumerate(values):
             yield f"{path} episode {position}", (prefix, value)
 
-    return _read(paths, options, episodes, _tau_bench_episode)
+    return import_episodes(paths, options, episodes, _tau_bench_episode, [CHAT_NOTE])
 
 
-def _read(
-    paths: list[Path],
-    options: ImportOptions,
-    places: Callable[[Path], Iterator[tuple[str, Raw]]],
-    parse: Callable[[str, Raw, Tokenizer], Episode],
-) -> Recording:
-    if options.block_tokens is not None:
-        raise ConfigError(
-            f"block_tokens {options.block_tokens} has no meaning for recorded text",
-            "leave --block-tokens out",
-        )
-    tokenizer = load_tokenizer(options.tokenizer)
-    bad = BadRecords(options.skip_bad)
-    episodes: list[Episode] = []
-    for path in paths:
-        with bad.skipping():
-            for where, raw in places(path):
-                if len(episodes) == options.limit:
-                    break
-                with bad.skipping():
-                    episodes.append(parse(where, raw, tokenizer))
-    notes = [f"Qwen2.5 chat format, tokenizer {tokenizer.name}"]
-    num_unknown = sum(np.isnan(e.reward) for e in episodes)
-    if num_unknown:
-        notes.append(
-            f"{num_unknown} of {len(episodes)} trajectories have no reward: "
-            "advantage is 1 in their groups"
-        )
-    return assemble(_step_samples(episodes), None, paths, options, bad, notes)
+MESSAGES = Importer("JSON lines with 'messages'", recognise, read, CHAT_MODES)
+TAU_BENCH = Importer(
+    "a JSON list of objects with 'task_id' and 'traj'",
+    recognise_tau_bench,
+    read_tau_bench,
+    CHAT_MODES,
+)
 
 
-def _step_samples(episodes: list[Episode]) -> list[StepSample]:
-    groups = np.array([e.group for e in episodes], np.str_)
-    rewards = np.array([e.reward for e in episodes], np.float64)
-    advantages = grpo_advantages(groups, rewards).tolist()
-    seen: Counter[str] = Counter()
-    samples: list[StepSample] = []
-    for episode, advantage in zip(episodes, advantages, strict=True):
-        trajectory = f"{episode.group}/{seen[episode.group]}"
-        seen[episode.group] += 1
-        samples += [
-            StepSample(
-                symbols=tokens,
-                response=(start, len(tokens)),
-                group_id=episode.group,
-                trajectory_id=trajectory,
-                agent_step=step,
-                advantage=advantage,
-                reward=episode.reward,
-            )
-            for step, (tokens, start) in enumerate(episode.calls)
-        ]
-    return samples
+def group_of(messages: list[Message]) -> str:
+    """Group name of a conversation that has none: a hash of its first user message."""
+    return text_digest(next((m.content for m in messages if m.role == "user"), ""))
 
 
-def _jsonl_episode(where: str, line: bytes, tokenizer: Tokenizer) -> Episode:
+def _jsonl_episode(where: str, line: bytes) -> TextEpisode:
     record = Record.of(parse_json(line, where), where)
-    messages = _messages(record, "messages")
+    messages = parse_messages(record, "messages")
     tools = record.items("tools") if record.has("tools") else []
     for position, tool in enumerate(tools):
         Record.of(tool, f"{where} tool {position}")
-    if record.has("group"):
-        group = record.label("group")
-    else:
-        first = next((m.content for m in messages if m.role == "user"), "")
-        group = hashlib.sha256(first.encode()).hexdigest()[:12]
-    return _episode(where, group, record.number("reward"), render(messages, tools), tokenizer)
+    group = record.label("group") if record.has("group") else group_of(messages)
+    return TextEpisode(where, group, record.number("reward"), render(messages, tools))
 
 
-def _tau_bench_episode(where: str, raw: tuple[str, Any], tokenizer: Tokenizer) -> Episode:
+def _tau_bench_episode(where: str, raw: tuple[str, Any]) -> TextEpisode:
     prefix, value = raw
     record = Record.of(value, where)
     group = prefix + record.label("task_id")
-    turns = render(_messages(record, "traj"))
-    return _episode(where, group, record.number("reward"), turns, tokenizer)
+    return TextEpisode(
+        where, group, record.number("reward"), render(parse_messages(record, "traj"))
+    )
 
 
-def _episode(
-    where: str, group: str, reward: float, turns: list[Turn], tokenizer: Tokenizer
-) -> Episode:
-    check_text(turns_text(turns), f"{where}: the conversation")
-    try:
-        calls = tuple(_calls(turns, tokenizer))
-    except TraceError as error:
-        raise TraceError(f"{where}: {error.message}", error.hint) from None
-    if not calls:
-        raise TraceError(f"{where}: no message of role 'assistant', nothing to train", SKIP_HINT)
-    return Episode(group, reward, calls)
+def parse_messages(record: Record, name: str) -> list[Message]:
+    """The messages in a list field.
 
-
-def _calls(turns: list[Turn], tokenizer: Tokenizer) -> Iterator[tuple[IntArray, int]]:
-    """Tokens of each model call, and how many of them are its prompt."""
-    history = np.empty(0, np.int64)
-    for turn in turns:
-        prompt = np.concatenate([history, tokenizer.encode(turn.before)])
-        history = np.concatenate([prompt, tokenizer.encode(turn.response)])
-        if turn.response:
-            yield history, len(prompt)
-        history = np.concatenate([history, tokenizer.encode(turn.after)])
-
-
-def _messages(record: Record, name: str) -> list[Message]:
-    return [
-        _message(Record.of(value, f"{record.where} message {position}"))
-        for position, value in enumerate(record.items(name))
-    ]
+    Raises:
+        TraceError: at the first one that cannot be replayed.
+    """
+    return [_message(message) for message in record.children(name, "message")]
 
 
 def _message(record: Record) -> Message:
@@ -207,23 +103,30 @@ def _message(record: Record) -> Message:
     if record.has("tool_calls"):
         if role != "assistant":
             raise record.error("tool_calls", f"stands in a message of role '{role}'")
-        calls = tuple(
-            _tool_call(Record.of(call, f"{record.where} tool call {position}"))
-            for position, call in enumerate(record.items("tool_calls"))
-        )
-    if not record.has("content"):
-        if not calls:
-            raise record.error("content", "is missing in a message without tool calls")
-        return Message(role, "", calls)
-    return Message(role, _content(record), calls)
+        calls = tuple(_tool_call(call) for call in record.children("tool_calls", "tool call"))
+    reasoning = record.text("reasoning_content") if record.has("reasoning_content") else ""
+    if not record.has("content") and not calls:
+        raise record.error("content", "is missing in a message without tool calls")
+    return Message(
+        role,
+        content_of(record) if record.has("content") else "",
+        calls,
+        reasoning=reasoning if role == "assistant" else "",
+        is_trained=not record.flag("is_demo"),
+        is_summary=record.flag("is_summary") or record.flag("isCompactSummary"),
+    )
 
 
-def _content(record: Record) -> str:
-    if not isinstance(record.get("content"), list):
-        return record.text("content")
+def content_of(record: Record, name: str = "content") -> str:
+    """Text of a message: a string, or a list of text parts.
+
+    Raises:
+        TraceError: if a part is no text.
+    """
+    if not isinstance(record.get(name), list):
+        return record.text(name)
     texts: list[str] = []
-    for position, value in enumerate(record.items("content")):
-        part = Record.of(value, f"{record.where} content part {position}")
+    for part in record.children(name, "content part"):
         if part.text("type") != "text":
             raise part.error("type", f"is {part.text('type')!a}; only 'text' can be replayed")
         texts.append(part.text("text"))
@@ -233,7 +136,7 @@ def _content(record: Record) -> str:
 def _tool_call(record: Record) -> ToolCall:
     function = record
     if record.has("function"):
-        function = Record.of(record.get("function"), f"{record.where} function")
+        function = record.child("function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

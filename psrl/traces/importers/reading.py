@@ -1,20 +1,21 @@
 """Read JSON with errors that name the file, the record, the field and the numbers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import IntArray
+from psrl.core.sample import FloatArray, IntArray
 
+BoolArray = npt.NDArray[np.bool_]
 SKIP_HINT = "fix the record, or leave malformed records out with --skip-bad"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e15  # sums of squares stay finite
 
@@ -34,6 +35,44 @@ class BadRecords:
             if not self.skip:
                 raise
             self.messages.append(error.message)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put the place before the message of an error that does not know it."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{where}: {error.message}", error.hint) from None
+
+
+Raw = TypeVar("Raw")
+Parsed = TypeVar("Parsed")
+
+
+def parse_each(
+    paths: list[Path],
+    limit: int | None,
+    bad: BadRecords,
+    places: Callable[[Path], Iterator[tuple[str, Raw]]],
+    parse: Callable[[str, Raw], Parsed],
+) -> Iterator[Parsed]:
+    """Parse the records of all files, at most `limit` sound ones.
+
+    Args:
+        places: place and raw content of each record of a file.
+        parse: gets both; raises TraceError for a malformed record.
+    """
+    count = 0
+    for path in paths:
+        with bad.skipping():
+            for where, raw in places(path):
+                if count == limit:
+                    return
+                with bad.skipping():
+                    parsed = parse(where, raw)
+                    count += 1
+                    yield parsed
 
 
 @dataclass(frozen=True)
@@ -94,6 +133,21 @@ class Record:
             return str(self.integer(name, -MAX_INTEGER))
         return self.text(name)
 
+    def flag(self, name: str) -> bool:
+        """Whether the field is there and true."""
+        return self.values.get(name) is True
+
+    def child(self, name: str) -> "Record":
+        """The object in a field."""
+        return Record.of(self.get(name), f"{self.where} {name}")
+
+    def children(self, name: str, what: str) -> list["Record"]:
+        """The objects in a list field; `what` is one of them in an error message."""
+        return [
+            Record.of(value, f"{self.where} {what} {position}")
+            for position, value in enumerate(self.items(name))
+        ]
+
     def items(self, name: str) -> list[Any]:
         value = self.get(name)
         if not isinstance(value, list):
@@ -114,6 +168,38 @@ class Record:
             problem = f"must hold whole numbers of 64 bits, entry {odd} is {kind_of(values[odd])}"
             raise self.error(name, problem)
         return array.astype(np.int64)
+
+    def token_ids(self, name: str) -> IntArray:
+        """[n] token ids."""
+        ids = self.integers(name)
+        if ids.min(initial=0) < 0:
+            raise self.error(name, f"holds the negative token id {int(ids.min())}")
+        return ids
+
+    def numbers(self, name: str) -> FloatArray:
+        """[n] finite numbers."""
+        values = self.items(name)
+        numbers = np.array(
+            [v if type(v) in (int, float) and abs(v) <= MAX_NUMBER else nan for v in values],
+            np.float64,
+        )
+        odd = np.flatnonzero(np.isnan(numbers))
+        if len(odd):
+            found = kind_of(values[int(odd[0])])
+            raise self.error(name, f"must hold finite numbers, entry {int(odd[0])} is {found}")
+        return numbers
+
+    def mask(self, name: str, length: int) -> BoolArray:
+        """[length] which tokens are trained: zeros and ones, or booleans."""
+        values = self.items(name)
+        if len(values) != length:
+            raise self.error(name, f"has {len(values)} entries for {length} tokens")
+        flags = np.array([v if type(v) in (bool, int, float) else -1 for v in values], np.float64)
+        odd = np.flatnonzero((flags != 0) & (flags != 1))
+        if len(odd):
+            found = kind_of(values[int(odd[0])])
+            raise self.error(name, f"must hold 0 and 1, entry {int(odd[0])} is {found}")
+        return flags.astype(np.bool_)
 
 
 def kind_of(value: Any) -> str:
@@ -142,6 +228,11 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
+def parse_record(where: str, line: bytes) -> Record:
+    """The JSON object of one line."""
+    return Record.of(parse_json(line, where), where)
+
+
 def parse_json(data: bytes, where: str) -> Any:
     """The JSON value of UTF-8 bytes.
 
@@ -158,33 +249,3 @@ def parse_json(data: bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         fault = f"not usable JSON ({error})"
     raise TraceError(f"{where}: {fault}", SKIP_HINT)
-
-
-def read_bytes(path: Path) -> bytes:
-    try:
-        data = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror})", "check the path") from None
-    if not data.strip():
-        raise TraceError(f"{path}: the file is empty", "was the recording cut off?")
-    return data
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Place and bytes of each line that is not blank, one at a time.
-
-    Raises:
-        TraceError: if the file cannot be read or has no such line.
-    """
-    empty = True
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                if text.strip():
-                    empty = False
-                    yield f"{path} line {number}", text
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror})", "check the path") from None
-    if empty:
-        raise TraceError(f"{path}: the file is empty", "was the recording cut off?")
