@@ -1,7 +1,14 @@
 """Settings shared by all tests."""
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+
+# Without a GPU, Triton kernels run in its interpreter: decided once, when Triton is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Examples are the same on every run and have no deadline: cores are shared, and a test that
 # fails must fail again.

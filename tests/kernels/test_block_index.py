@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from psrl.core.errors import PlanError
 from psrl.core.packing import LOCAL, Chain, KeyRun, PackedMicroBatch, pack_rank
 from psrl.kernels.block_index import key_index, query_index
-from psrl.kernels.forests import Segment, level_tree, pack_forest, parents, random_forest
+from psrl.kernels.forests import (
+    Segment,
+    join_forests,
+    level_tree,
+    pack_forest,
+    parents,
+    random_forest,
+)
 from psrl.kernels.key_rows import KeyRows, cached_rows, key_runs, local_rows, rows_of_parents
 from psrl.kernels.visibility_rule import visibility
 from tests.kernels.attention_cases import random_case
@@ -151,10 +158,7 @@ def forest_cases() -> dict[str, tuple[list[list[Segment]], float, float]]:
 @pytest.mark.parametrize("name", forest_cases())
 def test_computed_area_is_close_to_the_visible_pairs(name: str) -> None:
     trees, forward_bound, keys_bound = forest_cases()[name]
-    segments: list[Segment] = []
-    for tree in trees:
-        shift = len(segments)
-        segments += [s._replace(parent=s.parent + shift if s.parent >= 0 else -1) for s in tree]
+    segments = join_forests(trees)
     (packed,) = pack_forest(segments)
     runs = key_runs(packed)
     nothing, local = cached_rows(runs, None), local_rows(runs)

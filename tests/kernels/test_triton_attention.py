@@ -34,12 +34,16 @@ from psrl.kernels.forests import Segment, pack_forest, parents, random_forest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from psrl.kernels import attention_index, block_index, key_rows, triton_kernels
-from psrl.kernels import triton_attention as host
-from psrl.kernels.triton_attention import attention_forward, triton_attention
+from psrl.kernels import attention_index, block_index, key_rows
+from psrl.kernels import triton_backward as backward
+from psrl.kernels import triton_forward as forward
+from psrl.kernels import triton_launch as host
+from psrl.kernels import triton_tiles as tiles
+from psrl.kernels.triton_attention import triton_attention
+from psrl.kernels.triton_launch import attention_forward
 
 pytestmark = pytest.mark.skipif(
-    not triton_kernels.INTERPRETED.value, reason="TRITON_INTERPRET was not 1 at the first import"
+    not tiles.INTERPRETED.value, reason="TRITON_INTERPRET was not 1 at the first import"
 )
 
 SMALL = KernelTiles(Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1), Tiles(16, 16, 1, 1, split=True))
@@ -265,24 +269,37 @@ def test_the_index_is_built_once_and_follows_moved_blocks(monkeypatch: pytest.Mo
     assert not keys & attention_index._indices.keys()
 
 
+def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    (packed,) = pack_forest([Segment(-1, 5)])
+    inputs = random_inputs(5, (2, 1), 16, torch.float32)
+    dispatcher = sys.modules["psrl.kernels.tree_attention"]
+    monkeypatch.setattr(dispatcher, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="not installed"):
+        tree_attention(*inputs[:3], packed, implementation="triton")
+
+
 MUTANTS = [
-    (triton_kernels, "(query[:, None] >= start[None, :])", "(query[:, None] > start[None, :])"),
-    (triton_kernels, "(query[:, None] < stop[None, :])", "(query[:, None] <= stop[None, :])"),
-    (triton_kernels, "(query[None, :] >= start[:, None])", "(query[None, :] > start[:, None])"),
-    (triton_kernels, "(query[None, :] < stop[:, None])", "(query[None, :] <= stop[:, None])"),
-    (triton_kernels, "group = head // repeats", "group = head % repeats"),
-    (triton_kernels, "first_head + step // num_blocks", "first_head"),
-    (triton_kernels, "group * repeats,", "group,"),
-    (triton_kernels, "gap_end - gap_begin, 0)", "0, 0)"),
+    (forward, "(query[:, None] >= start[None, :])", "(query[:, None] > start[None, :])"),
+    (forward, "(query[:, None] < stop[None, :])", "(query[:, None] <= stop[None, :])"),
+    (backward, "(query[None, :] >= start[:, None])", "(query[None, :] > start[:, None])"),
+    (backward, "(query[None, :] < stop[:, None])", "(query[None, :] <= stop[:, None])"),
+    (backward, "group = head // repeats", "group = head % repeats"),
+    (backward, "first_head + step // num_blocks", "first_head"),
+    (backward, "group * repeats,", "group,"),
+    (backward, "gap_end - gap_begin, 0)", "0, 0)"),
     (
-        triton_kernels,
+        forward,
         "total = total * decay + tl.sum(weights, 1)",
         "total = total + tl.sum(weights, 1)",
     ),
-    (triton_kernels, "        tile += tl.load(", "        tile += 0 * tl.load("),
-    (triton_kernels, "part % 2 == 1", "False"),
-    (triton_kernels, "tl.static_range(0 if HAS_CACHE else 2, 4)", "tl.static_range(2, 4)"),
-    (triton_kernels, "dq * scale", "dq"),
+    (tiles, "        tile += tl.load(", "        tile += 0 * tl.load("),
+    (forward, "part % 2 == 1", "False"),
+    (backward, "tl.static_range(0 if HAS_CACHE else 2, 4)", "tl.static_range(2, 4)"),
+    (backward, "dq * scale", "dq"),
+    (forward, "group = head // repeats", "group = head % repeats"),
+    (backward, "(query[:, None] >= start[None, :])", "(query[:, None] > start[None, :])"),
+    (backward, "part % 2 == 1", "False"),
+    (backward, "dscores = weights * (dot(v", "dscores = (dot(v"),
     (block_index, "-(-all_start // block_q)", "all_start // block_q"),
     (block_index, "all_end // block_q)", "-(-all_end // block_q))"),
     (block_index, "-(-any_end // block_q)", "any_end // block_q"),
@@ -292,7 +309,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=[m[1][:40] for m in MUTANTS])
+@pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=range(len(MUTANTS)))
 def test_planted_bugs_are_caught(
     module: ModuleType, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,20 +321,20 @@ def test_planted_bugs_are_caught(
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, mutant)
     spec.loader.exec_module(mutant)
-    for user in (host, attention_index):
+    for user in (host, attention_index, forward, backward):
         for name, value in list(vars(user).items()):
-            if callable(value) and value is vars(module).get(name):
+            if callable(value) and name in vars(mutant) and value is vars(module).get(name):
                 monkeypatch.setattr(user, name, vars(mutant)[name])
     assert mutant_error() > 1e-3
 
 
 def mutant_error() -> float:
     """Largest error on a case that has every kind of visit; infinite when it does not run."""
-    segments = [Segment(-1, 35), Segment(0, 24), Segment(1, 17), Segment(0, 12), Segment(0, 6)]
-    store = buffer_store(94, 2, 16, torch.float32)
+    segments = [Segment(-1, 20), Segment(0, 38), Segment(1, 17), Segment(0, 20), Segment(0, 16)]
+    store = buffer_store(111, 2, 16, torch.float32)
     with np.errstate(all="ignore"):
         try:
-            errors = check_forest(segments, attend, heads=(4, 2), cuts=[38, 70], store=store)
+            errors = check_forest(segments, attend, heads=(4, 2), cuts=[85, 88], store=store)
         except Exception:
             return float("inf")
     return max(errors.values())
