@@ -17,7 +17,7 @@ export TORCHDYNAMO_DISABLE := 1
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-fast fmt lint type imports check clean
+.PHONY: help setup demo test test-fast bench fmt lint type imports check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ test: test-fast ## All tests, the fast ones first
 
 test-fast: $(STAMP) ## Tests without a GPU that take seconds
 	$(PYTEST) -m "not slow and not gpu"
+
+# Benchmarks are not installed, so they run from the root, which must then be on sys.path.
+bench: $(STAMP) ## Measured figures beside their bars; NAME=traces for one
+	PYTHONSAFEPATH= $(BIN)/python -m benchmarks.run $(NAME)
 
 fmt: $(STAMP) ## Format the code and sort the imports
 	$(BIN)/ruff check --select I --fix

@@ -21,7 +21,7 @@ from .execute_commands import (
     require_exact,
 )
 from .output import OutputOptions
-from .trace_commands import format_stats, mode_stats
+from .trace_output import format_stats, mode_stats
 
 DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}
 # Largest relative difference that rounding explains.

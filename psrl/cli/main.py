@@ -14,19 +14,22 @@ from .compare_command import Compare
 from .doctor_command import Doctor
 from .execute_commands import Execute, Verify
 from .plan_commands import PlanCommand, Simulate
-from .trace_commands import TraceImport, TraceSlice, TraceStats, TraceValidate
+from .trace_commands import TraceImport
+from .trace_tools import TraceMerge, TraceSlice, TraceStats, TraceSynth, TraceValidate
 
 TraceSubcommand = (
     Annotated[TraceImport, tyro.conf.subcommand("import", prefix_name=False)]
     | Annotated[TraceStats, tyro.conf.subcommand("stats", prefix_name=False)]
     | Annotated[TraceValidate, tyro.conf.subcommand("validate", prefix_name=False)]
     | Annotated[TraceSlice, tyro.conf.subcommand("slice", prefix_name=False)]
+    | Annotated[TraceMerge, tyro.conf.subcommand("merge", prefix_name=False)]
+    | Annotated[TraceSynth, tyro.conf.subcommand("synth", prefix_name=False)]
 )
 
 
 @dataclass(frozen=True)
 class TraceCommands:
-    """Import, inspect and reduce recorded training samples."""
+    """Import, inspect, reduce, merge and synthesise training samples."""
 
     command: TraceSubcommand
 

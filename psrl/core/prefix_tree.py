@@ -7,13 +7,13 @@ forest needs no special case.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import PlanError
 from .sample import IntArray, SampleBatch
+from .sample_order import sort_samples
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def build_prefix_tree(
     """
     count = batch.num_samples
     keys = np.zeros(count, np.int64) if share_key is None else np.asarray(share_key, np.int64)
-    order = _sorted_samples(batch, keys)
-    length = batch.num_tokens[order]
-    common = _common_tokens(batch, order, keys)
+    order, common = sort_samples(batch, keys)
+    length = _tokens_of(batch, order, np.diff(batch.symbol_offsets)[order])
+    common = _tokens_of(batch, order, common)
     common -= common % granularity_tokens
     left, right, end_depth = _intervals(common, length)
     by_preorder = np.lexsort((end_depth, left))
@@ -147,46 +147,24 @@ def build_prefix_tree(
         samples_through=right - left,
         sample_order=order,
         sample_node=sample_node,
-        logical_tokens=batch.logical_tokens,
+        logical_tokens=int(length.sum()),
     )
 
 
-def _sorted_samples(batch: SampleBatch, keys: IntArray) -> IntArray:
-    """Samples by (key, symbols), a prefix before its extensions; equal samples keep order."""
-    # Big-endian bytes compare like the numbers, so one memcmp compares two whole samples.
-    wide = bool(len(batch.symbols)) and int(batch.symbols.max()) >= 2**32
-    big_endian = batch.symbols.astype(">u8" if wide else ">u4")
-    raw, size = big_endian.tobytes(), big_endian.itemsize
-    bounds = (batch.symbol_offsets * size).tolist()
-    texts = [raw[a:z] for a, z in pairwise(bounds)]
-    key_list = keys.tolist()
-    pairs = list(zip(key_list, texts, strict=True))
-    return np.array(sorted(range(len(pairs)), key=pairs.__getitem__), np.int64)
-
-
-def _common_tokens(batch: SampleBatch, order: IntArray, keys: IntArray) -> IntArray:
-    """[S] tokens that each sorted sample has in common with the one before it; 0 for the first."""
-    symbols, tokens = batch.symbols, batch.occurrence_tokens
-    cumulative = np.concatenate([[0], np.cumsum(tokens)])
-    starts = batch.symbol_offsets[order].tolist()
-    ends = batch.symbol_offsets[order + 1].tolist() if len(order) else []
-    sorted_keys = keys[order].tolist()
-    common = np.zeros(len(order), np.int64)
-    for i in range(1, len(order)):
-        if sorted_keys[i] != sorted_keys[i - 1]:
-            continue
-        a, b = starts[i - 1], starts[i]
-        shorter = min(ends[i - 1] - a, ends[i] - b)
-        differs = symbols[a : a + shorter] != symbols[b : b + shorter]
-        first = int(differs.argmax()) if shorter else 0
-        matched = first if shorter and differs[first] else shorter
-        common[i] = cumulative[b + matched] - cumulative[b]
-    return common
+def _tokens_of(batch: SampleBatch, samples: IntArray, num_symbols: IntArray) -> IntArray:
+    """[S] tokens of the first `num_symbols[i]` symbols of sample `samples[i]`."""
+    if batch.symbol_num_tokens is None:
+        return num_symbols
+    cumulative = np.concatenate([[0], np.cumsum(batch.occurrence_tokens)])
+    start = batch.symbol_offsets[samples]
+    tokens: IntArray = cumulative[start + num_symbols] - cumulative[start]
+    return tokens
 
 
 def _intervals(common: IntArray, length: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Nodes as (left, right, end depth): runs of sorted samples that share that many tokens."""
-    nodes = [(0, len(length), 0)]
+    # One flat list: a tuple per node would keep the garbage collector busy.
+    nodes = [0, len(length), 0]
     open_left, open_depth = [0], [0]
     after = np.append(common[1:], 0).tolist() if len(length) else []
     before, lengths = common.tolist(), length.tolist()
@@ -194,15 +172,15 @@ def _intervals(common: IntArray, length: IntArray) -> tuple[IntArray, IntArray, 
         left = i
         while open_depth[-1] > matched:
             left = open_left.pop()
-            nodes.append((left, i, open_depth.pop()))
+            nodes += (left, i, open_depth.pop())
         if open_depth[-1] < matched:
             open_left.append(left if left < i else i - 1)
             open_depth.append(matched)
         if total > max(matched, after[i]):
-            nodes.append((i, i + 1, total))
+            nodes += (i, i + 1, total)
     while len(open_depth) > 1:
-        nodes.append((open_left.pop(), len(lengths), open_depth.pop()))
-    columns = np.array(nodes, np.int64)
+        nodes += (open_left.pop(), len(lengths), open_depth.pop())
+    columns = np.array(nodes, np.int64).reshape(-1, 3)
     return columns[:, 0], columns[:, 1], columns[:, 2]
 
 

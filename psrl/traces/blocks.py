@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from psrl.core.prefix_tree import build_prefix_tree
+from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
 from psrl.core.sample import IntArray, SampleBatch
+
+from .grouping import codes_by_appearance
 
 
 def to_blocks(batch: SampleBatch) -> SampleBatch:
@@ -24,13 +26,42 @@ def to_blocks_all(batches: Sequence[SampleBatch]) -> tuple[SampleBatch, ...]:
 
     Iterations get separate symbols: weights change between them, so nothing is shared.
     """
-    num_tokens: list[int] = []
-    renamed = [_as_nodes(batch, num_tokens) for batch in batches]
-    table = np.array(num_tokens, np.int64)
+    parts = [tree_blocks(batch, build_prefix_tree(batch)) for batch in batches]
+    lengths = [part.symbol_num_tokens for part in parts]
+    table = np.concatenate([*(x for x in lengths if x is not None), np.empty(0, np.int64)])
+    starts = np.cumsum([0, *(0 if x is None else len(x) for x in lengths)])[:-1].tolist()
     return tuple(
-        replace(batch, symbols=symbols, symbol_offsets=offsets, symbol_num_tokens=table)
-        for batch, (symbols, offsets) in zip(batches, renamed, strict=True)
+        replace(part, symbols=part.symbols + start, symbol_num_tokens=table)
+        for part, start in zip(parts, starts, strict=True)
     )
+
+
+def tree_blocks(batch: SampleBatch, tree: PrefixTree) -> SampleBatch:
+    """The batch with the nodes of its own prefix tree as symbols.
+
+    Args:
+        batch: any batch.
+        tree: `build_prefix_tree(batch)`, without a share key.
+    """
+    # Climb from all ends at once: the k-th round finds the k-th last node of every path.
+    rounds: list[tuple[IntArray, IntArray]] = []
+    sample, node = np.arange(batch.num_samples), tree.sample_node
+    while len(node):
+        below = node > 0
+        sample, node = sample[below], node[below]
+        rounds.append((sample, node))
+        node = tree.parent[node]
+    num_symbols = np.zeros(batch.num_samples, np.int64)
+    for climbing, _ in rounds:
+        num_symbols[climbing] += 1
+    offsets = np.concatenate([[0], np.cumsum(num_symbols)]).astype(np.int64)
+    nodes = np.empty(offsets[-1], np.int64)
+    for height, (climbing, reached) in enumerate(rounds):
+        nodes[offsets[climbing + 1] - 1 - height] = reached
+    symbols = codes_by_appearance(nodes)
+    table = np.empty(int(symbols.max(initial=-1)) + 1, np.int64)
+    table[symbols] = tree.num_tokens[nodes]
+    return replace(batch, symbols=symbols, symbol_offsets=offsets, symbol_num_tokens=table)
 
 
 def compact_symbols(batches: Sequence[SampleBatch]) -> tuple[SampleBatch, ...]:
@@ -47,20 +78,3 @@ def compact_symbols(batches: Sequence[SampleBatch]) -> tuple[SampleBatch, ...]:
         replace(batch, symbols=part, symbol_num_tokens=table)
         for batch, part in zip(batches, np.split(symbols, cuts), strict=True)
     )
-
-
-def _as_nodes(batch: SampleBatch, num_tokens: list[int]) -> tuple[IntArray, IntArray]:
-    """Node symbols and their offsets per sample; appends the tokens of each new symbol."""
-    tree = build_prefix_tree(batch)
-    node_tokens = tree.num_tokens.tolist()
-    symbol_of: dict[int, int] = {}
-    symbols: list[int] = []
-    offsets = [0]
-    for end in tree.sample_node.tolist():
-        for node in tree.path(end):
-            if node not in symbol_of:
-                symbol_of[node] = len(num_tokens)
-                num_tokens.append(node_tokens[node])
-            symbols.append(symbol_of[node])
-        offsets.append(len(symbols))
-    return np.array(symbols, np.int64), np.array(offsets, np.int64)

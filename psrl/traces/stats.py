@@ -1,48 +1,76 @@
-"""How much the samples of a batch share, and what sharing can gain at most."""
+"""How much the samples of a batch share, in which shape, and what sharing can gain at most."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from psrl.core.cluster import ModelSpec
 from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.sample import FloatArray, IntArray, SampleBatch
 
+from .blocks import tree_blocks
 from .grouping import codes_by_appearance, trajectory_codes
 
+LEVELS = ("within_trajectory", "within_group", "within_mini_batch", "overall")
 
-def sharing_stats(batch: SampleBatch) -> dict[str, Any]:
-    """Sizes and prefix match rates of a batch.
 
-    Keys `within_trajectory`, `within_group`, `within_mini_batch` and `overall` say who may share
-    with whom; each holds `unique_tokens`, `prefix_match_rate`, and the upper bounds of a speed-up
-    by tokens, logical / unique = 1 / (1 - rate), and by visible (query, key) pairs.
-    `unique_tokens` and `prefix_match_rate` at the top are those of `overall`.
+def sharing_stats(batch: SampleBatch, model: ModelSpec | None = None) -> dict[str, Any]:
+    """Sizes, prefix match rates and tree shapes of a batch.
+
+    Keys in `LEVELS` say who may share with whom; each holds `unique_tokens`,
+    `prefix_match_rate`, the upper bounds of a speed-up by tokens, logical / unique =
+    1 / (1 - rate), by visible (query, key) pairs and, with a model, by its FLOPs, and the shape
+    of the tree (docs/trace-format.md). `unique_tokens` and `prefix_match_rate` at the top are those
+    of `overall`.
     """
     lengths = batch.num_tokens
-    pairs = sum_of_pairs(np.zeros(1, np.int64), lengths)
-    levels: dict[str, npt.ArrayLike | None] = {
-        "within_trajectory": trajectory_codes(batch),
+    tree = build_prefix_tree(batch)
+    # Node for symbol, every share key sees the same tree, and the batch is much shorter.
+    blocks = tree_blocks(batch, tree)
+    trajectories = trajectory_codes(batch)
+    keys: dict[str, npt.ArrayLike] = {
+        "within_trajectory": trajectories,
         "within_group": codes_by_appearance(batch.group_id),
         "within_mini_batch": batch.mini_batch,
-        "overall": None,
     }
-    trees = {name: build_prefix_tree(batch, share_key=key) for name, key in levels.items()}
+    trees = {name: build_prefix_tree(blocks, share_key=key) for name, key in keys.items()}
+    trees["overall"] = tree
     empty = not batch.num_samples
     return {
         "num_samples": batch.num_samples,
         "num_groups": len(np.unique(batch.group_id)),
-        "num_trajectories": len(np.unique(trajectory_codes(batch))),
+        "num_trajectories": len(np.unique(trajectories)),
         "num_mini_batches": len(np.unique(batch.mini_batch)),
         "logical_tokens": batch.logical_tokens,
-        "unique_tokens": trees["overall"].unique_tokens,
+        "unique_tokens": tree.unique_tokens,
         "loss_tokens": batch.loss_tokens,
-        "prefix_match_rate": trees["overall"].prefix_match_rate,
+        "prefix_match_rate": tree.prefix_match_rate,
         "sample_tokens_min": 0 if empty else int(lengths.min()),
         "sample_tokens_median": 0.0 if empty else float(np.median(lengths)),
         "sample_tokens_p90": 0.0 if empty else float(np.quantile(lengths, 0.9)),
         "sample_tokens_max": 0 if empty else int(lengths.max()),
-        **{name: _level(tree, pairs) for name, tree in trees.items()},
+        **{name: _level(trees[name], lengths, model) for name in LEVELS},
+    }
+
+
+def total_stats(parts: Sequence[dict[str, Any]], model: ModelSpec | None = None) -> dict[str, Any]:
+    """`sharing_stats` of several iterations together, which share nothing with each other.
+
+    Groups, trajectories and mini-batches count once per iteration. Quantiles of sample lengths
+    and mean depths cannot be added up and are left out, unless there is only one iteration.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    levels = {name: _total_level([part[name] for part in parts], model) for name in LEVELS}
+    return {
+        **{name: sum(part[name] for part in parts) for name in _TOTALS},
+        "prefix_match_rate": levels["overall"]["prefix_match_rate"],
+        "sample_tokens_min": min(part["sample_tokens_min"] for part in parts),
+        "sample_tokens_max": max(part["sample_tokens_max"] for part in parts),
+        **levels,
     }
 
 
@@ -51,15 +79,121 @@ def sum_of_pairs(start_depth: IntArray, num_tokens: IntArray) -> int:
     return int((num_tokens * start_depth + num_tokens * (num_tokens + 1) // 2).sum())
 
 
-def _level(tree: PrefixTree, separate_pairs: int) -> dict[str, float]:
-    tree_pairs = sum_of_pairs(tree.start_depth, tree.num_tokens)
-    return {
+def forward_flops(model: ModelSpec, num_tokens: int, pairs: int) -> float:
+    """FLOPs of a forward: 2 per weight and token, 4 per (query, key) pair and attention channel.
+
+    Logits of every token are counted, trained or not; shared logits count once.
+    """
+    weights = model.num_layers * model.active_layer_parameters + model.embedding_parameters
+    return 2.0 * weights * num_tokens + 4.0 * model.num_layers * model.attention_width * pairs
+
+
+_TOTALS = (
+    "num_samples",
+    "num_groups",
+    "num_trajectories",
+    "num_mini_batches",
+    "logical_tokens",
+    "unique_tokens",
+    "loss_tokens",
+)
+_COUNTS = (
+    "logical_tokens",
+    "unique_tokens",
+    "logical_pairs",
+    "unique_pairs",
+    "num_nodes",
+    "num_leaves",
+    "num_forks",
+)
+_HISTOGRAMS = (
+    "logical_tokens_by_depth",
+    "unique_tokens_by_depth",
+    "unique_tokens_by_readers",
+    "forks_by_branches",
+)
+
+
+def _level(tree: PrefixTree, lengths: IntArray, model: ModelSpec | None) -> dict[str, Any]:
+    counts = {
+        "logical_tokens": tree.logical_tokens,
         "unique_tokens": tree.unique_tokens,
-        "prefix_match_rate": tree.prefix_match_rate,
-        "speedup_bound_tokens": _ratio(tree.logical_tokens, tree.unique_tokens),
-        "speedup_bound_pairs": _ratio(separate_pairs, tree_pairs),
+        "logical_pairs": sum_of_pairs(np.zeros(1, np.int64), lengths),
+        "unique_pairs": sum_of_pairs(tree.start_depth, tree.num_tokens),
+    }
+    return {**counts, **_bounds(counts, model), **_shape(tree)}
+
+
+def _total_level(parts: list[dict[str, Any]], model: ModelSpec | None) -> dict[str, Any]:
+    counts = {name: sum(part[name] for part in parts) for name in _COUNTS}
+    histograms = {
+        name: [sum(bins) for bins in zip_longest(*(p[name] for p in parts), fillvalue=0)]
+        for name in _HISTOGRAMS
+    }
+    return {
+        **counts,
+        **_bounds(counts, model),
+        **histograms,
+        "max_branches": max(part["max_branches"] for part in parts),
     }
 
 
-def _ratio(separate: int, shared: int) -> float:
+def _bounds(counts: dict[str, int], model: ModelSpec | None) -> dict[str, float]:
+    """Match rate and upper bounds of the speed-up of one level."""
+    logical, unique = counts["logical_tokens"], counts["unique_tokens"]
+    bounds = {
+        "prefix_match_rate": 1.0 - unique / logical if logical else 0.0,
+        "speedup_bound_tokens": _ratio(logical, unique),
+        "speedup_bound_pairs": _ratio(counts["logical_pairs"], counts["unique_pairs"]),
+    }
+    if model is not None:
+        bounds["speedup_bound_flops"] = _ratio(
+            forward_flops(model, logical, counts["logical_pairs"]),
+            forward_flops(model, unique, counts["unique_pairs"]),
+        )
+    return bounds
+
+
+def _shape(tree: PrefixTree) -> dict[str, Any]:
+    """Depths, readers and branches of a tree; histograms are lists over powers of two."""
+    tokens, readers = tree.num_tokens[1:], tree.samples_through[1:]
+    # Depth of a token counts from 0, so that the tokens of a node average to this.
+    depth = tree.start_depth[1:] + (tokens - 1) / 2
+    branches = np.bincount(tree.parent[1:], minlength=tree.num_nodes)
+    inner = branches[1:][branches[1:] > 0]
+    return {
+        "mean_depth_unique": _mean(depth, tokens),
+        "mean_depth_logical": _mean(depth, tokens * readers),
+        "num_nodes": tree.num_nodes - 1,
+        "num_leaves": int((branches[1:] == 0).sum()),
+        "num_forks": int((inner > 1).sum()),
+        "mean_branches_of_forks": _mean(inner, inner > 1),
+        "max_branches": int(inner.max(initial=0)),
+        "unique_tokens_by_depth": _by_depth(tree, np.ones_like(readers)),
+        "logical_tokens_by_depth": _by_depth(tree, readers),
+        "unique_tokens_by_readers": _by_power(readers, tokens),
+        "forks_by_branches": _by_power(inner[inner > 1], np.ones_like(inner[inner > 1])),
+    }
+
+
+def _by_depth(tree: PrefixTree, weight: IntArray) -> list[int]:
+    """Weighted tokens whose depth is 0, 1, 2..3, 4..7, ...; a node may cover several bins."""
+    deepest = int(tree.end_depth.max(initial=0))
+    edges = np.array([0, *(2**k for k in range(deepest.bit_length()) if 2**k < deepest), deepest])
+    below = np.minimum(np.maximum(edges[:, None] - tree.start_depth[1:], 0), tree.num_tokens[1:])
+    return [int(x) for x in np.diff(below @ weight)]
+
+
+def _by_power(values: IntArray, weight: IntArray) -> list[int]:
+    """Weight of the values 1, 2..3, 4..7, ..."""
+    power = np.frexp(values.astype(np.float64))[1] - 1
+    return np.bincount(power, weights=weight).astype(np.int64).tolist() if len(values) else []
+
+
+def _mean(values: IntArray | FloatArray, weight: npt.NDArray[Any]) -> float:
+    total = float(weight.sum())
+    return float((values * weight).sum() / total) if total else 0.0
+
+
+def _ratio(separate: float, shared: float) -> float:
     return separate / shared if shared else 1.0

@@ -1,0 +1,1 @@
+"""Benchmarks of psRL: measured figures beside their bars. Run them with `make bench`."""
