@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,17 @@ from psrl.core.trace import Trace
 from psrl.kernels.tree_attention import Implementation
 
 from .compat import parallel_state
-from .engine import PhaseInputs, RankEngine
+from .engine import RankEngine
 from .inputs import LossTokens, RankProgram, prepare_rank_program
 from .launch import model_parallel
 from .model import build_model
 from .optimizer import MainAdamW, MainGradients
 from .options import DTYPE_OF_BYTES, ExecuteOptions, check_executable
-from .parameters import gather_full
+from .parameters import ParallelGroups, gather_full
+from .pipe import Pipeline
+from .stage import PhaseInputs
 from .tokens import TokenIds
+from .weights import load_hf
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Execution:
         old_logprob, reference_logprob, logprob: [number of loss tokens] of the three phases, in
             the order of `loss_tokens`; NaN if the phase did not run.
         loss, gradient_norm: per update program, in order; the norm before clipping.
+        router_loss: per update program, what the routers add to the loss; 0 for a dense model.
+        expert_load: per update program, [layers, experts] logical tokens that each expert got;
+            empty for a dense model.
         gradients: full gradients by "mini_batch<k>.<name>", on the first process if they were kept.
         dtype: working precision that ran.
         implementation: attention that ran.
@@ -48,12 +55,16 @@ class Execution:
     logprob: FloatArray
     loss: list[float]
     gradient_norm: list[float]
+    router_loss: list[float]
+    expert_load: list[FloatArray]
     gradients: dict[str, Tensor]
     dtype: str
     implementation: str
 
 
-def execute_plan(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution:
+def execute_plan(
+    plan: Plan, trace: Trace, options: ExecuteOptions, timeout_s: float = 600.0
+) -> Execution:
     """Run all phases of a plan on this rank of an existing process group.
 
     Every rank gets the gathered result. Phases run in the order log_old_prob, reference, update;
@@ -63,13 +74,15 @@ def execute_plan(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution
         PsrlError: see `check_executable` and `model_parallel`.
     """
     check_executable(plan, trace, options)
-    with model_parallel(plan.parallel):
-        return _PlanRun(plan, trace.iteration(plan.iteration), options).run()
+    with model_parallel(plan.parallel, timeout_s) as pipeline:
+        return _PlanRun(plan, trace.iteration(plan.iteration), options, pipeline).run()
 
 
 class _PlanRun:
-    def __init__(self, plan: Plan, batch: SampleBatch, options: ExecuteOptions) -> None:
-        self._plan, self._options = plan, options
+    def __init__(
+        self, plan: Plan, batch: SampleBatch, options: ExecuteOptions, pipeline: Pipeline
+    ) -> None:
+        self._plan, self._options, self._pipeline = plan, options, pipeline
         self._rank = parallel_state.get_data_parallel_rank()
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -87,7 +100,16 @@ class _PlanRun:
         token_ids = TokenIds(batch, plan.model.vocab_size, options.reduce_token_ids)
         self._programs = [
             prepare_rank_program(
-                i, program, self._rank, batch, token_ids, self.loss_tokens, self._device
+                i,
+                program,
+                self._rank,
+                batch,
+                token_ids,
+                self.loss_tokens,
+                self._device,
+                stage=pipeline.stage,
+                num_stages=pipeline.num_stages,
+                coupled_ranks=self._ranks_of_equal_rows,
             )
             for i, program in enumerate(plan.programs)
         ]
@@ -95,13 +117,16 @@ class _PlanRun:
         self._events: list[Events] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
+        self._router_losses: list[float] = []
+        self._expert_loads: list[FloatArray] = []
 
     def run(self) -> Execution:
-        policy = self._engine(perturb=0.0)
+        policy = self._engine(self._options.weights, perturb=0.0)
         old = self._forward_phase("log_old_prob", policy)
         reference = self._unknown()
         if self._phase("reference"):
-            engine = self._engine(self._options.reference_perturb)
+            weights = self._options.reference_weights or self._options.weights
+            engine = self._engine(weights, self._options.reference_perturb)
             reference = self._forward_phase("reference", engine)
             del engine
         logprob = self._update_phase(policy, PhaseInputs(old, reference))
@@ -113,12 +138,18 @@ class _PlanRun:
             logprob=logprob,
             loss=self._losses,
             gradient_norm=self._norms,
+            router_loss=self._router_losses,
+            expert_load=self._expert_loads,
             gradients=self._gradients,
             dtype=self._dtype_name,
             implementation=self._implementation,
         )
 
-    def _engine(self, perturb: float) -> RankEngine:
+    def _engine(self, weights: Path | None, perturb: float) -> RankEngine:
+        megatron_settings = {}
+        if self._plan.model.num_moe_experts:
+            dispatcher = self._options.router.dispatcher
+            megatron_settings["moe_token_dispatcher_type"] = dispatcher
         model = build_model(
             self._plan.model,
             self._plan.parallel,
@@ -127,7 +158,10 @@ class _PlanRun:
             device=self._device,
             init_std=self._options.init_std,
             perturb=perturb,
+            **megatron_settings,
         )
+        if weights is not None:
+            load_hf(model, self._plan.model, weights)
         return RankEngine(
             model=model,
             spec=self._plan.model,
@@ -135,6 +169,8 @@ class _PlanRun:
             log=EventLog(),
             implementation=self._implementation,
             loss=self._options.loss,
+            router=self._options.router,
+            pipeline=self._pipeline,
             measure_activations=self._options.measure_activations,
         )
 
@@ -163,16 +199,17 @@ class _PlanRun:
         if not programs:
             return logprobs
         model = engine.model
-        engine.gradients = MainGradients(model)
+        engine.gradients = MainGradients(model, ParallelGroups.current())
         before = [p.detach().clone() for p in model.parameters()]
         runs = []
         for _ in range(self._options.warmup + self._options.repeat):
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), before, strict=True):
                     parameter.copy_(value)
-            engine.optimizer = MainAdamW(model, engine.gradients, self._options.optimizer)
+            engine.optimizer = MainAdamW(engine.gradients, self._options.optimizer)
             engine.log = EventLog()
             self._losses, self._norms = [], []
+            self._router_losses, self._expert_loads = [], []
             engine.start_clock()
             for rank_program in programs:
                 self._update(engine, rank_program, logprobs, phase_inputs)
@@ -188,27 +225,41 @@ class _PlanRun:
         phase_inputs: PhaseInputs,
     ) -> None:
         assert engine.gradients is not None
-        loss = engine.run(rank_program, "update", logprobs, phase_inputs)
+        inputs = engine.look_ahead(rank_program, phase_inputs)
+        loss = engine.run(rank_program, "update", logprobs, inputs)
         norm = engine.finish_update(rank_program, "update")
         if self._options.keep_gradients:
             prefix = f"mini_batch{rank_program.program.mini_batch}."
-            group = parallel_state.get_tensor_model_parallel_group()
-            full = gather_full(engine.gradients, group)
+            full = gather_full(engine.gradients, ParallelGroups.current())
             if dist.get_rank() == 0:
                 self._gradients |= {prefix + name: value for name, value in full.items()}
         engine.step(rank_program, "update", norm)
         total = self._sum(np.array([loss]))
         self._losses.append(float(total[0]))
         self._norms.append(norm)
+        routers = engine.router_run
+        self._router_losses.append(routers.loss() if routers else 0.0)
+        if routers:
+            self._expert_loads.append(routers.load().numpy())
 
     def _sum(self, values: FloatArray) -> FloatArray:
-        """Sum over data-parallel ranks."""
-        tensor = torch.from_numpy(values.astype(np.float64)).to(self._device)
-        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+        """Sum over data-parallel ranks and stages; tensor-parallel ranks hold the same values."""
+        mine = values if self._is_first_tensor_rank else np.zeros_like(values)
+        tensor = torch.from_numpy(mine.astype(np.float64)).to(self._device)
+        dist.all_reduce(tensor)
         return tensor.cpu().numpy()
 
+    @property
+    def _ranks_of_equal_rows(self) -> int:
+        gathers = self._options.router.dispatcher == "allgather"
+        return self._plan.parallel.coupled_ranks if gathers else 1
+
+    @property
+    def _is_first_tensor_rank(self) -> bool:
+        return parallel_state.get_tensor_model_parallel_rank() == 0
+
     def _merge(self, logprobs: FloatArray, programs: list[RankProgram], phase: str) -> FloatArray:
-        """Logprobs of all data-parallel ranks; each loss token must be computed by one of them."""
+        """Logprobs of all last stages; each loss token must be computed by one of them."""
         mine = ~np.isnan(logprobs)
         count = self._sum(mine.astype(np.float64))
         expected = np.zeros(len(logprobs))
@@ -228,11 +279,10 @@ class _PlanRun:
         return np.where(expected > 0, total, np.nan)
 
     def _gather(self, events: Events) -> list[Events]:
-        """Events of all data-parallel ranks; tensor-parallel ranks do the same at the same time."""
-        group = parallel_state.get_data_parallel_group()
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, events, group=group)
-        return gathered
+        """Events of all (rank, stage); tensor-parallel ranks do the same at the same time."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, events if self._is_first_tensor_rank else None)
+        return [events for events in gathered if events is not None]
 
 
 def fastest_implementation(device: torch.device) -> Implementation:
@@ -243,12 +293,12 @@ def fastest_implementation(device: torch.device) -> Implementation:
 
 
 def concatenate_events(parts: list[Events]) -> Events:
-    """Rows of several event tables: by phase in the order they ran, then rank."""
+    """Rows of several event tables: by phase in the order they ran, then rank and stage."""
     joined = Events(
         **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Events)}
     )
     phase = np.array([PHASES.index(name) for name in joined.phase.tolist()], np.int64)
-    order = np.lexsort((np.arange(len(joined)), joined.rank, phase))
+    order = np.lexsort((np.arange(len(joined)), joined.stage, joined.rank, phase))
     return joined.where(order)
 
 

@@ -11,9 +11,10 @@ from psrl.core.memory import HEAD_CHUNK_TOKENS
 from psrl.core.packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
 from psrl.core.plan import Program
 from psrl.core.sample import IntArray, SampleBatch
-from psrl.core.schedule import Op
+from psrl.core.schedule import Op, stage_ops
 
 from .kv_store import buffer_rows
+from .moe import rows_to_exchange, token_multiplicity
 from .tokens import TokenIds, packed_token_ids
 
 
@@ -84,23 +85,31 @@ class MicroBatchInputs:
 
     Attributes:
         token_ids, position_ids: [T] in packed order.
+        multiplicity: [T] samples of the rank through each token, in float64.
+        num_rows: rows to fill up to, at least T.
         edges: None if the micro-batch has no loss edge.
     """
 
     packed: PackedMicroBatch
     token_ids: Tensor
     position_ids: Tensor
+    multiplicity: Tensor
+    num_rows: int
     edges: EdgeInputs | None
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank needs to run a program.
+    """What one stage of one rank needs to run a program.
 
     Attributes:
         index: number of the program in the plan.
         program: the rank's rows of it.
-        numbers: loss-token numbers of all ranks together; their count normalises the loss.
+        ops: of the stage.
+        micro_batches: by number; only the last stage has their loss edges.
+        numbers, number_sample: loss-token numbers of all ranks together, and their samples; their
+            counts normalise the loss.
+        logical_tokens: tokens of all samples of all ranks.
         buffer_rows: rows of the key/value buffer.
     """
 
@@ -109,6 +118,8 @@ class RankProgram:
     ops: tuple[Op, ...]
     micro_batches: dict[int, MicroBatchInputs]
     numbers: IntArray
+    number_sample: IntArray
+    logical_tokens: int
     buffer_rows: int
 
 
@@ -121,35 +132,50 @@ def prepare_rank_program(
     loss_tokens: LossTokens,
     device: torch.device | str = "cpu",
     chunk_rows: int = HEAD_CHUNK_TOKENS,
+    stage: int = 0,
+    num_stages: int = 1,
+    coupled_ranks: int = 1,
 ) -> RankProgram:
     """Pack one rank's micro-batches and move their inputs to the device.
 
     Args:
+        rank: data-parallel rank.
         chunk_rows: hidden states whose logits exist at a time.
+        coupled_ranks: see `psrl.backend.moe.rows_to_exchange`.
     """
     sample = program.assignments.sample
     tree = program.tree(batch)
     tree.validate()
     samples = batch.select(sample)
     mine = program.on_rank(rank)
-    edges = loss_edges(program, rank, tree, samples)
+    ops = stage_ops(mine.ops(), num_stages, stage)
+    edges = loss_edges(program, rank, tree, samples) if stage == num_stages - 1 else None
     micro_batches = {}
+    num_rows = rows_to_exchange(program, rank, coupled_ranks)
     for packed in pack_rank(mine, tree):
         ids = packed_token_ids(token_ids, packed, tree, sample)
         micro_batches[packed.index] = MicroBatchInputs(
             packed,
             torch.from_numpy(ids).to(device),
             torch.from_numpy(packed.position_ids).to(device),
-            edge_inputs(edges.of(packed.index), sample, token_ids, loss_tokens, device, chunk_rows),
+            torch.from_numpy(token_multiplicity(program, rank, tree, packed)).double().to(device),
+            num_rows[packed.index],
+            None
+            if edges is None
+            else edge_inputs(
+                edges.of(packed.index), sample, token_ids, loss_tokens, device, chunk_rows
+            ),
         )
-    trained = np.isin(loss_tokens.sample, sample)
+    numbers = np.flatnonzero(np.isin(loss_tokens.sample, sample)).astype(np.int64)
     return RankProgram(
         index=index,
         program=mine,
-        ops=tuple(mine.ops()),
+        ops=tuple(ops),
         micro_batches=micro_batches,
-        numbers=np.flatnonzero(trained).astype(np.int64),
-        buffer_rows=buffer_rows(mine),
+        numbers=numbers,
+        number_sample=loss_tokens.sample[numbers],
+        logical_tokens=samples.logical_tokens,
+        buffer_rows=buffer_rows(mine, ops),
     )
 
 

@@ -17,14 +17,14 @@ from psrl.core.plan import Program
 from psrl.core.schedule import Op
 
 
-def buffer_rows(program: Program) -> int:
-    """Rows that first-fit placement of one rank's blocks needs, from a dry run of its ops.
+def buffer_rows(program: Program, ops: Iterable[Op]) -> int:
+    """Rows that first-fit placement of one rank's blocks needs, from a dry run of a stage's ops.
 
     Raises:
         PlanError: if a block is never released.
     """
     cache = BlockCache(program.blocks)
-    for op in program.ops():
+    for op in ops:
         cache.begin(op)
         cache.end(op)
     cache.end_program()
@@ -39,7 +39,9 @@ class BlockStore:
     Args:
         program: one rank's program.
         num_rows: rows of the buffer, see `buffer_rows`.
-        num_layers: layers of the stage; `layer` arguments count from 0.
+        num_layers: layers of the stage.
+        first_layer: number of its first layer in the whole model; `layer` arguments are such
+            numbers.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class BlockStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        first_layer: int = 0,
     ) -> None:
+        self._first_layer = first_layer
         self._cache = BlockCache(program.blocks, capacity_tokens=num_rows)
         table = program.blocks
         self._num_rows = dict(zip(table.block.tolist(), table.num_tokens.tolist(), strict=True))
@@ -86,12 +90,13 @@ class BlockStore:
 
     def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [rows, G, D] each."""
-        return self._buffer[layer, 0], self._buffer[layer, 1]
+        rows = self._buffer[layer - self._first_layer]
+        return rows[0], rows[1]
 
     def gradient_buffers(self, layer: int, blocks: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Accumulators of a layer, [rows, G, D] each, to which gradients of `blocks` are added."""
-        sums = self._touch(blocks)
-        return sums[layer, 0], sums[layer, 1]
+        sums = self._touch(blocks)[layer - self._first_layer]
+        return sums[0], sums[1]
 
     def _touch(self, blocks: Iterable[int]) -> Tensor:
         """Zero the accumulators of blocks whose first reader's backward this is.
@@ -134,7 +139,7 @@ class BlockStore:
 
     def _rows(self, buffer: Tensor, block: int, layer: int) -> tuple[Tensor, Tensor]:
         start = self._cache.extent(block).start
-        rows = buffer[layer, :, start : start + self._num_rows[block]]
+        rows = buffer[layer - self._first_layer, :, start : start + self._num_rows[block]]
         return rows[0], rows[1]
 
     def add_gradient(

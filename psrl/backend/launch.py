@@ -1,9 +1,11 @@
 """Starts the ranks of a development run on this machine, or joins ranks that torchrun started.
 
+Under torchrun the process group outlives a run: several runs share it, one after the other.
 Without CUDA the ranks are forked, so that torch and Megatron are imported once; with CUDA they
 are spawned, because a CUDA context does not survive a fork.
 """
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -24,6 +26,7 @@ from psrl.core.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PsrlError
 
 from .compat import parallel_state
+from .pipe import Pipeline, pipeline_groups
 
 # A collective operation outlives the run's own limit, which has the better message.
 _GRACE_S = 60.0
@@ -48,11 +51,13 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*arguments)` on every rank of a new process group; returns their results.
 
-    Under torchrun the calling process is one of the ranks, and only its own result is returned.
+    Under torchrun the calling process is one of the ranks, and only its own result is returned;
+    all ranks must make the same calls in the same order, and a failed call ends the process.
     Otherwise `world_size` processes are started here. The first rank that fails stops the others.
 
     Args:
-        timeout_s: limit for the whole run; under torchrun, for each collective operation.
+        timeout_s: limit for the whole run; under torchrun, for each collective operation of the
+            default group, as the first run sets it.
 
     Raises:
         PsrlError: the error of the first rank that failed, if it is one for users.
@@ -99,12 +104,19 @@ def _run_joined(
             f"torchrun started {found} processes, the plan needs {world_size}",
             f"use torchrun with {world_size} processes in all",
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    _join_group(local_rank, timeout_s, init_method="env://")
+    if not dist.is_initialized():
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        _join_group(local_rank, timeout_s, init_method="env://")
+        atexit.register(dist.destroy_process_group)
     try:
-        return function(*arguments)
-    finally:
-        dist.destroy_process_group()
+        result = function(*arguments)
+    except BaseException:
+        # Leaving would wait for ranks that wait for this one; torchrun stops them.
+        atexit.unregister(dist.destroy_process_group)
+        raise
+    # Nobody starts the next run while another is still in this one.
+    dist.barrier()
+    return result
 
 
 class _Success(NamedTuple):
@@ -191,8 +203,13 @@ def _receive(receiver: Any, rank: int) -> "_Success | _Failure":
 
 
 @contextmanager
-def model_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Iterator[None]:
-    """Megatron's process groups; the default process group must exist.
+def model_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Iterator[Pipeline]:
+    """Megatron's process groups, and those of the messages between stages.
+
+    The default process group must exist. Yields the pipeline that this process belongs to.
+
+    Args:
+        timeout_s: limit for the run; a collective operation or a message may take little longer.
 
     Raises:
         BackendError: if the number of processes does not match.
@@ -211,9 +228,12 @@ def model_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Iterat
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        distributed_timeout_minutes=timedelta(seconds=timeout_s) / timedelta(minutes=1),
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=(timeout_s + _GRACE_S) / 60,
     )
     try:
-        yield
+        with pipeline_groups(parallel, timeout_s + _GRACE_S) as pipeline:
+            yield pipeline
     finally:
         parallel_state.destroy_model_parallel()

@@ -1,26 +1,27 @@
-"""Logprobs at loss edges without materialising all logits, and losses as functions of edges.
+"""Losses as pure functions of logprobs and entropies at loss edges.
 
-An edge is one prediction of one sample: samples that share a trained token have an edge each,
-with their own advantage and old logprob. A loss maps edges to one term per edge; the caller sums
-the terms and divides by the loss tokens of the whole mini-batch over all ranks.
+An edge is one prediction of one sample: samples that share a trained token have an edge each, with
+their own advantage, old logprob and weight. A loss maps edges to one term per edge; the loss of a
+mini-batch is the sum of weight times term over all edges of all micro-batches and ranks. Weights
+come from logical counts of the whole mini-batch, so they do not depend on how it is cut.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from psrl.core.errors import BackendError
+from psrl.core.sample import FloatArray, IntArray
 
-from .compat import GPTModel, parallel_state, reduce_from_tensor_model_parallel_region
-from .inputs import EdgeInputs
-from .model import logits
-
-LossKind = Literal["ppo_clip", "sft"]
+LossKind = Literal["ppo_clip", "gspo", "cispo", "sft"]
+Reduction = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
@@ -28,42 +29,91 @@ class LossOptions:
     """Which loss, and its coefficients.
 
     Attributes:
-        clip_ratio: PPO clips the probability ratio to `[1 - clip_ratio, 1 + clip_ratio]`.
+        reduction: how terms of S trained samples become one number; veRL's names. `token-mean`:
+            mean over all trained tokens. The others are means over samples of each sample's sum,
+            mean, or sum divided by `fixed_length_tokens`. Samples without a trained token do not
+            count. GSPO is defined with `seq-mean-token-mean`.
+        clip_ratio: the probability ratio is clipped to `[1 - clip_ratio, 1 + clip_ratio_high]`.
+        clip_ratio_high: None for the value of `clip_ratio`.
+        dual_clip: PPO's bound on the term of a negative advantage, in units of it; None for none.
         kl_coefficient: weight of the KL penalty to the reference policy; 0 for none.
+        kl_estimator: k1, k2 or k3 of Schulman, "Approximating KL divergence", 2020.
+        entropy_coefficient: weight of the entropy, which is rewarded; 0 for none.
         temperature: logits are divided by it, in all phases.
     """
 
     kind: LossKind = "ppo_clip"
+    reduction: Reduction = "token-mean"
+    fixed_length_tokens: int | None = None
     clip_ratio: float = 0.2
+    clip_ratio_high: float | None = None
+    dual_clip: float | None = None
     kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_coefficient: float = 0.0
     temperature: float = 1.0
 
     @property
     def needs_old_logprob(self) -> bool:
-        return self.kind == "ppo_clip"
+        return self.kind != "sft"
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coefficient != 0.0
 
+    @property
+    def needs_sequence_ratio(self) -> bool:
+        """Whether an update must run a forward without gradients first."""
+        return self.kind == "gspo"
+
+    @property
+    def ratio_limits(self) -> tuple[float, float]:
+        """Smallest and largest ratio after clipping."""
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return 1.0 - self.clip_ratio, 1.0 + high
+
 
 @dataclass(frozen=True)
 class EdgeValues:
-    """[E] known numbers of the edges; NaN where a loss does not need them."""
+    """[E] known numbers of the edges; NaN where a loss does not need them.
 
+    Attributes:
+        weight: of the edge's term in the loss of the mini-batch, see `loss_weights`.
+        sequence_log_ratio: see `sequence_log_ratios`.
+    """
+
+    weight: Tensor
     advantage: Tensor
     old_logprob: Tensor
     reference_logprob: Tensor
+    sequence_log_ratio: Tensor
 
 
 EdgeLoss = Callable[[Tensor, EdgeValues, LossOptions], Tensor]
 
 
 def ppo_clip(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
-    """[E] clipped policy-gradient terms (Schulman et al., 2017, equation 7), negated."""
-    ratio = (logprob_E - values.old_logprob).exp()
-    clipped = ratio.clamp(1.0 - options.clip_ratio, 1.0 + options.clip_ratio)
-    return -torch.minimum(ratio * values.advantage, clipped * values.advantage)
+    """[E] clipped policy-gradient terms (Schulman et al., 2017, equation 7), negated.
+
+    With the second bound of Ye et al., 2020 ("dual clip"), if there is one.
+    """
+    return _clipped((logprob_E - values.old_logprob).exp(), values.advantage, options)
+
+
+def gspo(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
+    """[E] terms of the sample's ratio, the geometric mean of its tokens' (Zheng et al., 2025).
+
+    Each token carries the whole ratio as value and its own share of the gradient (equation 14), so
+    the mean over the sample's tokens has the value and the gradient of the sample's term.
+    """
+    log_ratio_E = values.sequence_log_ratio + logprob_E - logprob_E.detach()
+    return _clipped(log_ratio_E.exp(), values.advantage, options)
+
+
+def cispo(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
+    """[E] REINFORCE terms weighted by the clipped ratio (MiniMax-M1, 2025, equation 4), negated."""
+    ratio_E = (logprob_E.detach() - values.old_logprob).exp().clamp(*options.ratio_limits)
+    return -ratio_E * values.advantage * logprob_E
 
 
 def sft(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
@@ -71,37 +121,111 @@ def sft(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
     return -logprob_E
 
 
-LOSSES: dict[str, EdgeLoss] = {"ppo_clip": ppo_clip, "sft": sft}
+LOSSES: dict[str, EdgeLoss] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "sft": sft}
 
 
-def low_variance_kl(logprob_E: Tensor, reference_E: Tensor) -> Tensor:
-    """[E] estimates of KL(policy || reference): `r - 1 - log r`, r = reference / policy.
+def _clipped(ratio_E: Tensor, advantage_E: Tensor, options: LossOptions) -> Tensor:
+    clipped_E = ratio_E.clamp(*options.ratio_limits)
+    gain_E = torch.minimum(ratio_E * advantage_E, clipped_E * advantage_E)
+    if options.dual_clip is not None:
+        bounded_E = torch.maximum(gain_E, options.dual_clip * advantage_E)
+        gain_E = torch.where(advantage_E < 0, bounded_E, gain_E)
+    return -gain_E
 
-    Unbiased and never negative (Schulman, "Approximating KL divergence", 2020, estimator k3).
+
+def kl_terms(logprob_E: Tensor, reference_E: Tensor, estimator: KlEstimator = "k3") -> Tensor:
+    """[E] estimates of KL(policy || reference) (Schulman, "Approximating KL divergence", 2020).
+
+    With log r = reference - policy: k1 is `-log r`, k2 is `(log r)^2 / 2`, and k3 is
+    `r - 1 - log r`, unbiased and never negative.
     """
-    log_ratio = reference_E - logprob_E
-    return log_ratio.exp() - 1.0 - log_ratio
+    log_ratio_E = reference_E - logprob_E
+    if estimator == "k1":
+        return -log_ratio_E
+    if estimator == "k2":
+        return log_ratio_E.square() / 2.0
+    return log_ratio_E.exp() - 1.0 - log_ratio_E
 
 
-def edge_terms(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
-    """[E] loss terms, KL penalty included."""
-    terms = LOSSES[options.kind](logprob_E, values, options)
+def edge_terms(
+    logprob_E: Tensor, entropy_E: Tensor | None, values: EdgeValues, options: LossOptions
+) -> Tensor:
+    """[E] loss terms, KL penalty and entropy bonus included, not yet weighted."""
+    terms_E = LOSSES[options.kind](logprob_E, values, options)
     if options.needs_reference:
-        penalty = low_variance_kl(logprob_E, values.reference_logprob)
-        terms = terms + options.kl_coefficient * penalty
-    return terms
+        penalty_E = kl_terms(logprob_E, values.reference_logprob, options.kl_estimator)
+        terms_E = terms_E + options.kl_coefficient * penalty_E
+    if entropy_E is not None:
+        terms_E = terms_E - options.entropy_coefficient * entropy_E
+    return terms_E
+
+
+def loss_weights(sample: IntArray, options: LossOptions) -> FloatArray:
+    """[n] weights of the n trained tokens of a mini-batch on all ranks.
+
+    Args:
+        sample: [n] the sample of each token.
+    """
+    if not len(sample):
+        return np.empty(0)
+    if options.reduction == "token-mean":
+        return np.full(len(sample), 1.0 / len(sample))
+    _, which, count = np.unique(sample, return_inverse=True, return_counts=True)
+    weight = np.full(len(sample), 1.0 / len(count))
+    if options.reduction == "seq-mean-token-mean":
+        return weight / count[which]
+    if options.reduction == "seq-mean-token-sum-norm":
+        assert options.fixed_length_tokens is not None, "check_loss was not called"
+        return weight / options.fixed_length_tokens
+    return weight
+
+
+def sequence_log_ratios(
+    sample: IntArray, logprob: FloatArray, old_logprob: FloatArray
+) -> FloatArray:
+    """[n] mean of `logprob - old_logprob` over the tokens of each token's sample.
+
+    NaN for the samples whose logprobs are NaN: those of other ranks. A sample lies on one rank.
+
+    Args:
+        logprob: [n] under the weights that are about to be updated.
+    """
+    _, which, count = np.unique(sample, return_inverse=True, return_counts=True)
+    total = np.bincount(which, weights=logprob - old_logprob, minlength=len(count))
+    mean: FloatArray = (total / count)[which] if len(sample) else np.empty(0)
+    return mean
 
 
 def check_loss(options: LossOptions, phases: set[str]) -> None:
-    """Check that the phases which a loss reads from are there.
+    """Check the options, and that the phases which a loss reads from are there.
 
     Raises:
-        BackendError: naming the missing phase, or an unknown loss.
+        BackendError: naming the missing phase, or the wrong option.
     """
     if options.kind not in LOSSES:
         raise BackendError(f"unknown loss '{options.kind}'", f"use one of {sorted(LOSSES)}")
+    for name, value, known in (
+        ("reduction", options.reduction, Reduction),
+        ("KL estimator", options.kl_estimator, KlEstimator),
+    ):
+        if value not in get_args(known):
+            raise BackendError(f"unknown {name} '{value}'", f"use one of {list(get_args(known))}")
+    if options.kind == "gspo" and options.reduction != "seq-mean-token-mean":
+        raise BackendError(
+            f"loss 'gspo' with reduction '{options.reduction}' is not GSPO: its ratio belongs to "
+            "the sample",
+            "use reduction seq-mean-token-mean",
+        )
+    length = options.fixed_length_tokens
+    if (options.reduction == "seq-mean-token-sum-norm") != (length is not None and length > 0):
+        raise BackendError(
+            f"reduction '{options.reduction}' with fixed_length_tokens {length}",
+            "seq-mean-token-sum-norm divides by fixed_length_tokens > 0, no other reduction does",
+        )
     if options.temperature <= 0:
         raise BackendError(f"temperature is {options.temperature}, it must be positive")
+    if options.dual_clip is not None and options.dual_clip <= 1:
+        raise BackendError(f"dual_clip is {options.dual_clip}, it must exceed 1")
     for needed, phase, what in (
         (options.needs_old_logprob, "log_old_prob", f"loss '{options.kind}'"),
         (options.needs_reference, "reference", "a KL penalty"),
@@ -111,59 +235,3 @@ def check_loss(options: LossOptions, phases: set[str]) -> None:
                 f"{what} needs phase {phase}, the plan has {sorted(phases)}",
                 f"plan phase {phase} too, or change the loss",
             )
-
-
-def edge_logprobs(
-    gpt: GPTModel, hidden_TH: Tensor, edges: EdgeInputs, temperature: float
-) -> Tensor:
-    """[E] logprobs of the edges' targets, in float32 or wider.
-
-    Logits exist for one chunk of rows at a time: the backward computes them again.
-    """
-    rows = hidden_TH.index_select(0, edges.rows).split([c.num_rows for c in edges.chunks])
-    parts = []
-    for chunk, hidden_RH in zip(edges.chunks, rows, strict=True):
-        span = slice(chunk.edge_start, chunk.edge_end)
-        arguments = (gpt, hidden_RH, edges.chunk_row[span], edges.target[span], temperature)
-        if torch.is_grad_enabled():
-            parts.append(
-                checkpoint(
-                    _chunk_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
-                )
-            )
-        else:
-            parts.append(_chunk_logprobs(*arguments))
-    return torch.cat(parts)
-
-
-def _chunk_logprobs(
-    gpt: GPTModel, hidden_RH: Tensor, row_E: Tensor, target_E: Tensor, temperature: float
-) -> Tensor:
-    wide = torch.promote_types(hidden_RH.dtype, torch.float32)
-    logits_RV = logits(gpt, hidden_RH).to(wide)
-    if temperature != 1.0:
-        logits_RV = logits_RV / temperature
-    group = parallel_state.get_tensor_model_parallel_group()
-    return vocab_parallel_logprobs(logits_RV, row_E, target_E, group)
-
-
-def vocab_parallel_logprobs(
-    logits_RV: Tensor, row_E: Tensor, target_E: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """[E] logprobs of targets, from logits sliced by vocabulary over a tensor-parallel group.
-
-    Megatron's own function computes in float32 and needs one row of logits per edge.
-    """
-    own = torch.logsumexp(logits_RV, dim=1)
-    local_E = target_E - group.rank() * logits_RV.shape[1]
-    is_mine = (local_E >= 0) & (local_E < logits_RV.shape[1])
-    picked = logits_RV[row_E, local_E.clamp(0, logits_RV.shape[1] - 1)]
-    if group.size() == 1:
-        return picked - own[row_E]
-    peak = own.detach().clone()
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    # The reduction works in place, and exp keeps its result for the backward.
-    total = reduce_from_tensor_model_parallel_region((own - peak).exp().clone(), group)
-    masked = torch.where(is_mine, picked, torch.zeros_like(picked))
-    target_logit = reduce_from_tensor_model_parallel_region(masked, group)
-    return target_logit - (peak + total.log())[row_E]

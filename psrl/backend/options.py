@@ -1,6 +1,7 @@
 """Options of an execution, and the checks that need no process group."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from psrl.core.cluster import check_layout
@@ -11,7 +12,7 @@ from psrl.core.trace import Trace
 from psrl.kernels.tree_attention import Implementation
 
 from .loss import LossOptions, check_loss
-from .model import refuse_layout
+from .moe import RouterOptions, check_op_patterns
 from .optimizer import OptimizerOptions
 
 DtypeName = Literal["bfloat16", "float32", "float64"]
@@ -23,9 +24,11 @@ class ExecuteOptions:
     """How to execute a plan.
 
     Attributes:
+        weights: Hugging Face directory of the policy; None for random weights.
+        reference_weights: that of the reference policy; None for the policy's.
         seed: of the random weights.
         init_std: standard deviation of the random weights.
-        reference_perturb: the reference policy's weights differ by this many `init_std`.
+        reference_perturb: the reference policy's random weights differ by this many `init_std`.
         dtype: working precision; None for the one that the plan's device has.
         implementation: of tree attention; None for the fastest on this device.
         warmup, repeat: run every phase this many times untimed, then timed; reported times are
@@ -35,12 +38,15 @@ class ExecuteOptions:
         measure_activations: see `RankEngine`.
     """
 
+    weights: Path | None = None
+    reference_weights: Path | None = None
     seed: int = 0
     init_std: float = 0.02
     reference_perturb: float = 0.1
     dtype: DtypeName | None = None
     implementation: Implementation | None = None
     loss: LossOptions = field(default_factory=LossOptions)
+    router: RouterOptions = field(default_factory=RouterOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     warmup: int = 0
     repeat: int = 1
@@ -63,8 +69,8 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
             f"{trace.content_hash[:12]}",
             "execute the plan with its own trace, or plan again",
         )
-    refuse_layout(plan.model, plan.parallel)
     check_layout(plan.model, plan.cluster, plan.parallel)
+    check_op_patterns(plan.programs, plan.parallel)
     phases = {phase for program in plan.programs for phase in program.phases}
     unknown = sorted(phases - set(PHASES))
     if unknown:

@@ -29,6 +29,10 @@ def execution_metrics(plan: Plan, batch: SampleBatch, execution: Execution) -> d
     metrics |= {
         "loss": execution.loss,
         "gradient_norm": execution.gradient_norm,
+        "router_loss": execution.router_loss,
+        "expert_load_max_over_mean": [
+            float((load.max(axis=1) / load.mean(axis=1)).max()) for load in execution.expert_load
+        ],
         "dtype": execution.dtype,
         "implementation": execution.implementation,
     }
@@ -77,14 +81,14 @@ def execute_to_directory(
     """
     check_executable(plan, trace, options)
     world_size = plan.parallel.world_size
-    arguments = (plan, trace, options, directory)
+    arguments = (plan, trace, options, directory, timeout_s)
     return run_ranks(_execute_rank, world_size, *arguments, timeout_s=timeout_s)[0]
 
 
 def _execute_rank(
-    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path
+    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path, timeout_s: float
 ) -> dict[str, Any]:
-    execution = execute_plan(plan, trace, options)
+    execution = execute_plan(plan, trace, options, timeout_s)
     if dist.get_rank() != 0:
         return {}
     metrics = execution_metrics(plan, trace.iteration(plan.iteration), execution)

@@ -1,13 +1,15 @@
 """Full parameters and their tensor-parallel shards: names, layouts, deterministic random weights.
 
-A canonical name is Megatron's parameter name with the global layer number; its full tensor is
-the same for every parallel size. Layouts: fused QKV keeps one (queries, key, value) group after
-the other, so a slice is whole groups; fused gate and up projections are sliced each by itself.
+A canonical name is Megatron's parameter name with the global numbers of layer and expert; its full
+tensor is the same for every parallel size. Layouts: fused QKV keeps one (queries, key, value)
+group after the other, so a slice is whole groups; fused gate and up projections are sliced each by
+itself. Experts are not sliced: each is on one rank of its expert-parallel group.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,48 @@ from torch import Tensor
 
 from psrl.core.errors import BackendError
 
+from .compat import parallel_state
+
 Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Process groups of this rank; None stands for a group of one.
+
+    Attributes:
+        tensor, pipeline: ranks that hold the other slices of this stage, and the other stages.
+        data: ranks that hold the same parameters, but for experts.
+        expert, expert_data: ranks that hold the other experts, and the same experts.
+        embedding: first and last stage, if this is one of them.
+    """
+
+    tensor: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+    expert_data: dist.ProcessGroup | None = None
+    embedding: dist.ProcessGroup | None = None
+
+    @classmethod
+    def current(cls) -> "ParallelGroups":
+        """Those of Megatron's `parallel_state`."""
+        return cls(
+            tensor=parallel_state.get_tensor_model_parallel_group(),
+            pipeline=parallel_state.get_pipeline_model_parallel_group(),
+            data=parallel_state.get_data_parallel_group(),
+            expert=parallel_state.get_expert_model_parallel_group(),
+            expert_data=parallel_state.get_expert_data_parallel_group(),
+            embedding=parallel_state.get_embedding_group(check_initialized=False),
+        )
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
 
 
 class Layout(NamedTuple):
@@ -39,14 +82,48 @@ _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 _PARTIAL_GRADIENTS = ("q_layernorm.weight", "k_layernorm.weight")
 
 
+def stage_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Canonical names and parameters of a pipeline stage.
+
+    Megatron numbers the layers of a stage and the experts of a rank from zero, and calls a head
+    that shares the embedding's weight across stages `output_layer.weight`; its canonical name is
+    the embedding's.
+    """
+    layers = getattr(getattr(module, "decoder", None), "layers", ())
+    first_layer = layers[0].layer_number - 1 if len(layers) else 0
+    named = []
+    for name, parameter in module.named_parameters():
+        parts = name.split(".")
+        if name.startswith("decoder.layers."):
+            layer = int(parts[2])
+            parts[2] = str(first_layer + layer)
+            if is_expert(name):
+                at = parts.index("local_experts") + 1
+                parts[at] = str(layers[layer].mlp.local_expert_indices[int(parts[at])])
+        elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            parts = ["embedding", "word_embeddings", "weight"]
+        named.append((".".join(parts), parameter))
+    return named
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert."""
+    return ".local_experts." in name
+
+
 def layout(name: str) -> Layout | None:
-    """Layout of a parameter; None if every tensor-parallel rank holds all of it."""
+    """Layout of a parameter; None if a rank that holds it holds all of it."""
+    if is_expert(name):
+        return None
     return _LAYOUTS.get(".".join(name.rsplit(".", 2)[-2:]))
 
 
-def has_partial_gradient(name: str) -> bool:
-    """Whether a replicated parameter's gradient must be summed over tensor-parallel ranks."""
-    return name.endswith(_PARTIAL_GRADIENTS)
+def has_partial_gradient(name: str, parameter: Tensor) -> bool:
+    """Whether a replicated parameter's gradient must be summed over tensor-parallel ranks.
+
+    Either the ranks see their own heads, or, under sequence parallelism, their own rows.
+    """
+    return name.endswith(_PARTIAL_GRADIENTS) or getattr(parameter, "sequence_parallel", False)
 
 
 def shard(full: Tensor, name: str, rank: int, size: int) -> Tensor:
@@ -67,19 +144,35 @@ def unshard(shards: list[Tensor], name: str) -> Tensor:
     return torch.cat([p[i] for i in range(cut.num_parts) for p in parts], cut.dim)
 
 
-def gather_full(
-    tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
-) -> dict[str, Tensor]:
-    """Full tensors on the CPU by canonical name; every rank of the group must call it."""
-    full = {}
-    for name, tensor in tensors:
-        shards = [torch.empty_like(tensor) for _ in range(group.size())]
-        if layout(name) is None or len(shards) == 1:
-            shards = [tensor.clone()]
-        else:
-            dist.all_gather(shards, tensor.contiguous(), group=group)
-        full[name] = unshard(shards, name).cpu()
+def gather_full(tensors: Iterable[tuple[str, Tensor]], groups: ParallelGroups) -> dict[str, Tensor]:
+    """All full tensors of the model on the CPU, by canonical name; every rank must call it.
+
+    Of a tensor that several stages have, the first stage's is taken.
+    """
+    full = dict(gather_slices(tensors, groups))
+    for group in (groups.expert, groups.pipeline):
+        if group is not None and group.size() > 1:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, full, group=group)
+            full = {}
+            for part in parts:
+                full |= {name: tensor for name, tensor in part.items() if name not in full}
     return full
+
+
+def gather_slices(
+    tensors: Iterable[tuple[str, Tensor]], groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and full tensors on the CPU of this stage and this rank's experts, one by one.
+
+    Every tensor-parallel rank must take all of them.
+    """
+    for name, tensor in tensors:
+        shards = [tensor.detach().clone()]
+        if groups.tensor is not None and groups.tensor.size() > 1 and layout(name) is not None:
+            shards = [torch.empty_like(tensor) for _ in range(groups.tensor.size())]
+            dist.all_gather(shards, tensor.detach().contiguous(), group=groups.tensor)
+        yield name, unshard(shards, name).cpu()
 
 
 def load_full(module: torch.nn.Module, full: Named, rank: int, size: int) -> None:
@@ -89,7 +182,7 @@ def load_full(module: torch.nn.Module, full: Named, rank: int, size: int) -> Non
         BackendError: if a parameter is missing or has another shape.
     """
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in stage_parameters(module):
             if name not in full:
                 raise BackendError(f"no weight for parameter {name}")
             mine = shard(full[name], name, rank, size)
@@ -119,7 +212,7 @@ def fill_random(
         perturb: add this many `init_std` of other noise to every weight, e.g. to get a reference
             policy that differs from the trained one.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in stage_parameters(module):
         cut = layout(name)
         shape = list(parameter.shape)
         if cut is not None:

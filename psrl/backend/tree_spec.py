@@ -10,28 +10,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psrl.core.cluster import ModelSpec
 from psrl.core.errors import BackendError
 from psrl.core.packing import PackedMicroBatch
 from psrl.kernels import KeyValueStore, tree_attention
 from psrl.kernels.tree_attention import Implementation
 
-from .compat import PackedSeqParams, TransformerConfig, get_gpt_layer_local_spec
+from .compat import (
+    PackedSeqParams,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+from .moe import RoutedTokens
 
 
 @dataclass
 class TreeSeqParams(PackedSeqParams):
-    """What a micro-batch's attention needs; `qkv_format` stays None, so shapes are [T, 1, ...]."""
+    """What a micro-batch's layers need; `qkv_format` stays None, so shapes are [T, 1, ...].
+
+    Attributes:
+        routed: read by the routers of a mixture-of-experts model; None to account for nothing.
+    """
 
     packed: PackedMicroBatch | None = None
     store: KeyValueStore | None = None
     implementation: Implementation = "parts"
+    routed: RoutedTokens | None = None
+
+
+class TreeNorm(torch.nn.Module):
+    """RMSNorm whose weight has the working precision and tells whether ranks see other rows."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class TreeCoreAttention(torch.nn.Module):
     """Core attention of one layer over the rank's own heads: every token sees its tree path.
 
     Supports grouped queries and a softmax scale. Dropout, soft-capping, windows and attention
-    masks or biases are refused where the model is built.
+    masks or biases are refused where the model is built. Rows beyond the micro-batch's tokens
+    fill it up for sequence parallelism: they see nothing and nobody sees them.
+
+    Attributes:
+        params: of the micro-batch that ran last, for the router of the same layer.
     """
 
     def __init__(
@@ -47,6 +79,7 @@ class TreeCoreAttention(torch.nn.Module):
         super().__init__()
         self.layer = layer_number - 1
         self.scale = softmax_scale
+        self.params: TreeSeqParams | None = None
 
     def forward(
         self,
@@ -62,6 +95,11 @@ class TreeCoreAttention(torch.nn.Module):
         params = packed_seq_params
         if not isinstance(params, TreeSeqParams) or params.packed is None:
             raise BackendError("tree attention needs TreeSeqParams with a packed micro-batch")
+        self.params = params
+        num_tokens, num_filled = params.packed.total_tokens, len(query)
+        if num_filled > num_tokens:
+            # Not always: a slice's backward writes a gradient of the full size.
+            query, key, value = (x[:num_tokens] for x in (query, key, value))
         out_THD = tree_attention(
             query.squeeze(1),
             key.squeeze(1),
@@ -72,11 +110,24 @@ class TreeCoreAttention(torch.nn.Module):
             scale=self.scale,
             implementation=params.implementation,
         )
-        return out_THD.flatten(1).unsqueeze(1)
+        out_T1H = out_THD.flatten(1).unsqueeze(1)
+        if num_filled == num_tokens:
+            return out_T1H
+        return torch.nn.functional.pad(out_T1H, (0, 0, 0, 0, 0, num_filled - num_tokens))
 
 
-def tree_layer_spec(qk_layernorm: bool) -> Any:
-    """Megatron's local layer spec (RMSNorm) with tree attention as core attention."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm)
-    spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
-    return spec
+def tree_block_spec(model: ModelSpec, num_layers: int) -> Any:
+    """Megatron's local layers with tree attention and our norm, and our norm after the last one."""
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=model.qk_layernorm,
+        num_experts=model.num_moe_experts or None,
+        moe_grouped_gemm=False,
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TreeNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = TreeCoreAttention
+    if model.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TreeNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TreeNorm)

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from psrl.core.check_plan import check_plan
-from psrl.core.errors import ExitCode, ToleranceError
+from psrl.core.errors import ConfigError, ExitCode, ToleranceError
 from psrl.core.plan import Plan
 from psrl.core.run import IfExists, RunDir
 from psrl.core.trace import Trace, open_trace
@@ -59,6 +59,7 @@ class Execute:
     """Run a plan's phases with Megatron-core: log-old-prob, reference, update.
 
     Starts one process per rank on this machine, or joins the processes that torchrun started.
+    With --emit it only writes a script that starts them.
     """
 
     plan: tyro.conf.Positional[Path]
@@ -72,11 +73,15 @@ class Execute:
     keep_gradients: bool = False
     """store the gradients, so that `psrl verify` can compare two runs"""
     if_exists: IfExists = "error"
+    emit: Literal["torchrun", "sbatch"] | None = None
+    """write RUN_DIR.sh, which runs the plan on the hosts of its cluster, and run nothing"""
 
     def run(self) -> ExitCode:
+        plan, trace = Plan.load(self.plan), open_trace(self.trace)
+        if self.emit is not None:
+            return self._emit(plan, self.emit)
         from psrl.backend.launch import is_first_process
 
-        plan, trace = Plan.load(self.plan), open_trace(self.trace)
         if not is_first_process():
             from psrl.backend.output import execute_to_directory
 
@@ -96,6 +101,31 @@ class Execute:
             )
         self.output.emit(metrics, describe_metrics(metrics))
         return ExitCode.OK
+
+    def _emit(self, plan: Plan, kind: Literal["torchrun", "sbatch"]) -> ExitCode:
+        from psrl.backend.emit import launch_script
+
+        path = self.run_dir.with_name(self.run_dir.name + ".sh")
+        if path.exists() and self.if_exists == "error":
+            raise ConfigError(f"{path} exists already", "pass --if-exists overwrite")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(launch_script(kind, plan, self.command_line(), path.name))
+        self.output.emit({"script": str(path)}, f"wrote {path}")
+        return ExitCode.OK
+
+    def command_line(self) -> list[str]:
+        """This command without --emit, with absolute paths, as a list of arguments."""
+        command = ["psrl", "execute", str(self.plan.resolve())]
+        command += ["--trace", str(self.trace.resolve()), "--run-dir", str(self.run_dir.resolve())]
+        for flag in fields(self.flags):
+            value = getattr(self.flags, flag.name)
+            if value != flag.default:
+                command += ["--" + flag.name.replace("_", "-"), str(value)]
+        if self.keep_gradients:
+            command.append("--keep-gradients")
+        if self.if_exists != "error":
+            command += ["--if-exists", self.if_exists]
+        return command
 
 
 @dataclass(frozen=True)

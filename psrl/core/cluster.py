@@ -114,11 +114,17 @@ RecomputeMode = Literal["none", "full"]
 
 
 class ParallelConfig(Spec):
-    """Parallel sizes (Megatron's names) and activation recomputation of the whole run."""
+    """Parallel sizes (Megatron's names) and activation recomputation of the whole run.
+
+    `expert_model_parallel_size` adds no devices: an expert-parallel group is a run of
+    neighbouring ranks of one pipeline stage, tensor-parallel ranks first, then data-parallel
+    ones. An expert is never split over tensor-parallel ranks.
+    """
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     data_parallel_size: int = Field(default=1, ge=1)
+    expert_model_parallel_size: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
     recompute: RecomputeMode = "none"
 
@@ -129,6 +135,11 @@ class ParallelConfig(Spec):
             * self.pipeline_model_parallel_size
             * self.data_parallel_size
         )
+
+    @property
+    def coupled_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that share experts and so run one op pattern."""
+        return max(1, self.expert_model_parallel_size // self.tensor_model_parallel_size)
 
 
 def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfig) -> None:
@@ -149,15 +160,16 @@ def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfi
             f"{cluster.num_devices} devices",
             "change [parallel] or [cluster] until the products agree",
         )
-    for size, name, what in (
-        (tp, "num_query_groups", model.num_query_groups),
-        (tp, "num_attention_heads", model.num_attention_heads),
-        (tp, "ffn_hidden_size", model.ffn_hidden_size),
-        (tp, "vocab_size", model.vocab_size),
-        (pp, "num_layers", model.num_layers),
+    ep = parallel.expert_model_parallel_size
+    for size, kind, name, what in (
+        (tp, "tensor", "num_query_groups", model.num_query_groups),
+        (tp, "tensor", "num_attention_heads", model.num_attention_heads),
+        (tp, "tensor", "ffn_hidden_size", 0 if model.num_moe_experts else model.ffn_hidden_size),
+        (tp, "tensor", "vocab_size", model.vocab_size),
+        (pp, "pipeline", "num_layers", model.num_layers),
+        (ep, "expert", "num_moe_experts", model.num_moe_experts),
     ):
         if what % size:
-            kind = "tensor" if name != "num_layers" else "pipeline"
             raise ConfigError(
                 f"{model.name}: {name} ({what}) is not divisible by "
                 f"{kind}_model_parallel_size ({size})",
@@ -168,7 +180,40 @@ def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfi
             f"{model.name}: num_attention_heads ({model.num_attention_heads}) is not a multiple "
             f"of num_query_groups ({model.num_query_groups})"
         )
-    if model.num_moe_experts and not 0 < model.moe_topk <= model.num_moe_experts:
+    _check_experts(model, parallel)
+
+
+def _check_experts(model: ModelSpec, parallel: ParallelConfig) -> None:
+    tp, dp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.data_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    if not model.num_moe_experts:
+        if ep > 1:
+            raise ConfigError(
+                f"{model.name} has no experts, but expert_model_parallel_size is {ep}",
+                "set expert_model_parallel_size to 1, or choose a mixture-of-experts model",
+            )
+        return
+    if not 0 < model.moe_topk <= model.num_moe_experts:
         raise ConfigError(
             f"{model.name}: moe_topk ({model.moe_topk}) must lie in 1..{model.num_moe_experts}"
+        )
+    if not model.moe_ffn_hidden_size:
+        raise ConfigError(
+            f"{model.name}: {model.num_moe_experts} experts with moe_ffn_hidden_size 0",
+            "set moe_ffn_hidden_size to the width of one expert",
+        )
+    if tp * dp % ep or (ep % tp and tp % ep):
+        raise ConfigError(
+            f"expert_model_parallel_size ({ep}) must divide tensor({tp}) * data({dp}) = {tp * dp} "
+            "and be a multiple or a divisor of the tensor parallel size",
+            "experts are spread over the tensor- and data-parallel ranks of a stage",
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"{model.name} has experts and tensor_model_parallel_size is {tp}: this needs "
+            "sequence_parallel",
+            "without it every tensor-parallel rank would route all tokens; set sequence_parallel",
         )

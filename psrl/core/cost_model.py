@@ -24,6 +24,8 @@ _ATTENTION_BACKWARD_FACTOR = 2.5
 # AdamW with fp32 main weights: fp32 main weight, momentum and variance, read and written.
 _OPTIMIZER_BYTES_PER_PARAMETER = 12
 _GRADIENT_BYTES_PER_PARAMETER = 4
+# Row, target, number and a handful of float32 terms of the loss, at one edge per predicted row.
+_LOSS_BYTES_PER_ROW = 64
 
 
 class CostModel(Protocol):
@@ -205,7 +207,7 @@ class MemoryModel:
     @cached_property
     def kv_bytes_per_token(self) -> int:
         """Cached K and V of one token in all layers of a stage."""
-        layers = self.model.num_layers // self.parallel.pipeline_model_parallel_size
+        layers = self.layers_per_stage
         width = self.model.kv_width // self.parallel.tensor_model_parallel_size
         return 2 * layers * width * self.cluster.device.dtype_bytes
 
@@ -216,31 +218,104 @@ class MemoryModel:
         return self.kv_bytes_per_token // dtype_bytes * max(4, dtype_bytes)
 
     @cached_property
+    def layers_per_stage(self) -> int:
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size
+
+    @cached_property
+    def _replicated(self) -> float:
+        """Share of [tokens, hidden] tensors between layers that one tensor-parallel rank keeps."""
+        parallel = self.parallel
+        return 1.0 / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+    @cached_property
+    def _wide_bytes(self) -> int:
+        """Bytes of what is computed in float32 or wider."""
+        return max(4, self.cluster.device.dtype_bytes)
+
+    @cached_property
     def activation_bytes_per_token(self) -> int:
         """Activations kept per token and stage between forward and backward, without recompute.
 
-        Per layer: inputs of both norms and of the two projections behind them (4 h), Q, K, V,
-        the attention output, gate, up and their product; tensor parallelism divides all but
-        the first four, sequence parallelism divides those too.
+        What torch saves in Megatron's local layer, in units of the hidden size h, the widths a of
+        the queries and g of K (or V), the head dimension d and the MLP width f; tests/backend
+        compares it with the bytes that autograd keeps.
+
+        * Two norms: input, normalised input and output, 3 h each, and a float32 scale.
+        * Fused projection a + 2 g: V is a view of it. Rotated queries and keys a + g. Tables of
+          cosines and sines, for the queries and for the keys, 4 d.
+        * QK norm: normalised queries and keys a + g, and a float32 scale per head and group. The
+          norm's input is a copy of the queries, a, unless every head has its own group; that of
+          the keys is a view of the projection.
+        * Attention output a, and a float32 log-sum-exp per head.
+        * Gate and up 2 f, and their product f; of a mixture of experts those of the chosen ones.
+
+        Tensor parallelism divides all but the norms and the tables, sequence parallelism also
+        divides the norms.
         """
-        model, tp = self.model, self.parallel.tensor_model_parallel_size
-        replicated = 4 * model.hidden_size / (tp if self.parallel.sequence_parallel else 1)
+        model, narrow, wide = self.model, self.cluster.device.dtype_bytes, self._wide_bytes
+        query, key = model.attention_width, model.kv_width
+        norms = 2 * (3 * model.hidden_size * narrow + wide) * self._replicated
         ffn = model.moe_topk * model.moe_ffn_hidden_size or model.ffn_hidden_size
-        sharded = (2 * model.attention_width + 2 * model.kv_width + 3 * ffn) / tp
-        layers = model.num_layers // self.parallel.pipeline_model_parallel_size
-        return int(layers * (replicated + sharded) * self.cluster.device.dtype_bytes)
+        sharded = (query + 2 * key + query + key + query + 3 * ffn) * narrow
+        sharded += model.num_attention_heads * wide
+        if model.qk_layernorm:
+            is_copied = model.num_attention_heads > model.num_query_groups
+            sharded += (query * (1 + is_copied) + key) * narrow
+            sharded += (model.num_attention_heads + model.num_query_groups) * wide
+        tables = 4 * model.kv_channels * narrow
+        layer = norms + sharded / self.parallel.tensor_model_parallel_size + tables
+        return int(self.layers_per_stage * layer)
 
     @cached_property
     def recompute_bytes_per_token(self) -> int:
-        """Activations kept per token and stage under full layer recompute: each layer's input."""
-        layers = self.model.num_layers // self.parallel.pipeline_model_parallel_size
-        return layers * self.stage_input_bytes_per_token
+        """Activations kept per token and stage under full layer recompute.
+
+        Each layer's input, and the float32 rotary angles that all layers share.
+        """
+        angles = self.model.kv_channels * self._wide_bytes
+        return self.layers_per_stage * self.stage_input_bytes_per_token + angles
 
     @cached_property
     def stage_input_bytes_per_token(self) -> int:
-        """What a dropped micro-batch keeps: the hidden states that entered the stage."""
-        shard = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
-        return self.model.hidden_size * self.cluster.device.dtype_bytes // shard
+        """What a dropped micro-batch keeps: the hidden states that entered the stage.
+
+        The first stage keeps nothing, token ids aside; the model counts them there too unless it
+        is the only stage.
+        """
+        return int(self.model.hidden_size * self.cluster.device.dtype_bytes * self._replicated)
+
+    @cached_property
+    def final_norm_bytes_per_token(self) -> int:
+        """Input, normalised input and float32 scale of the last stage's norm."""
+        narrow = self.model.hidden_size * self.cluster.device.dtype_bytes
+        return int((2 * narrow + self._wide_bytes) * self._replicated)
+
+    @cached_property
+    def head_bytes_per_row(self) -> int:
+        """What a predicted position keeps on the last stage: its hidden state, for the head.
+
+        Its logits are computed again; indices and loss terms are small numbers beside it.
+        """
+        return self.model.hidden_size * self.cluster.device.dtype_bytes + _LOSS_BYTES_PER_ROW
+
+    def held_bytes(
+        self, activation: str, num_tokens: int, head_tokens: int, is_last_stage: bool
+    ) -> int:
+        """Bytes that a micro-batch keeps on a stage between its forward and its backward.
+
+        Args:
+            activation: keep | recompute | drop, as in the plan.
+        """
+        if activation == "drop":
+            is_only_stage = self.parallel.pipeline_model_parallel_size == 1
+            return 0 if is_only_stage else num_tokens * self.stage_input_bytes_per_token
+        per_token = self.activation_bytes_per_token
+        if activation == "recompute":
+            per_token = self.recompute_bytes_per_token
+        if not is_last_stage:
+            return num_tokens * per_token
+        per_token += self.final_norm_bytes_per_token
+        return num_tokens * per_token + head_tokens * self.head_bytes_per_row
 
     @cached_property
     def logits_bytes_per_token(self) -> int:

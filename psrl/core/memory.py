@@ -64,24 +64,16 @@ class MemoryLedger:
         """Account one op; returns the bytes live while it runs."""
         tokens, head_tokens, activation = self._size[op.micro_batch]
         memory = self._memory
-        layers = memory.model.num_layers // memory.parallel.pipeline_model_parallel_size
-        one_layer = tokens * memory.activation_bytes_per_token // layers
+        one_layer = tokens * memory.activation_bytes_per_token // memory.layers_per_stage
         self.cache.begin(op)
         transient = 0
         if op.kind == "forward":
-            if not self._is_update:
-                transient = one_layer
-            elif activation == "keep":
-                self._hold(op.micro_batch, tokens * memory.activation_bytes_per_token)
-            else:
-                kept = {
-                    "recompute": memory.recompute_bytes_per_token,
-                    "drop": memory.stage_input_bytes_per_token,
-                }
-                self._hold(op.micro_batch, tokens * kept[activation])
+            if self._is_update:
+                self._hold(op.micro_batch, activation)
+            if not self._is_update or activation != "keep":
                 transient = one_layer
         elif op.kind == "recompute":
-            self._hold(op.micro_batch, tokens * memory.activation_bytes_per_token)
+            self._hold(op.micro_batch, "keep")
         else:
             transient = one_layer if activation == "recompute" else 0
             for block in self._reads[op.micro_batch]:
@@ -90,10 +82,12 @@ class MemoryLedger:
         state = self._state(transient, logits if self._is_last_stage else 0)
         self.cache.end(op)
         if op.kind == "backward":
-            self._hold(op.micro_batch, 0)
+            self._held_bytes -= self._held.pop(op.micro_batch)
         return state
 
-    def _hold(self, micro_batch: int, nbytes: int) -> None:
+    def _hold(self, micro_batch: int, activation: str) -> None:
+        tokens, head_tokens, _ = self._size[micro_batch]
+        nbytes = self._memory.held_bytes(activation, tokens, head_tokens, self._is_last_stage)
         self._held_bytes += nbytes - self._held.get(micro_batch, 0)
         self._held[micro_batch] = nbytes
 

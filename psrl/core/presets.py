@@ -27,6 +27,36 @@ def _qwen25(
     )
 
 
+def _qwen3_moe(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    experts: int,
+    topk: int,
+    expert_ffn: int,
+    *,
+    head_dim: int = 128,
+    vocab: int = 151936,
+) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=head_dim,
+        ffn_hidden_size=topk * expert_ffn,
+        vocab_size=vocab,
+        qkv_bias=False,
+        qk_layernorm=True,
+        num_moe_experts=experts,
+        moe_topk=topk,
+        moe_ffn_hidden_size=expert_ffn,
+    )
+
+
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -36,6 +66,9 @@ MODELS: dict[str, ModelSpec] = {
         _qwen25("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, False),
         _qwen25("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064, False),
         _qwen25("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064, False),
+        _qwen3_moe("qwen3-moe-tiny", 4, 256, 8, 2, 8, 2, 192, head_dim=32, vocab=8192),
+        _qwen3_moe("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 8, 768),
+        _qwen3_moe("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 8, 1536),
     )
 }
 

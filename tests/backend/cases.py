@@ -8,14 +8,17 @@ import numpy as np
 import torch
 
 from psrl.backend.compat import GPTModel, parallel_state
-from psrl.backend.engine import PhaseInputs, RankEngine
+from psrl.backend.engine import RankEngine
 from psrl.backend.inputs import LossTokens, prepare_rank_program
 from psrl.backend.kv_store import BlockStore
 from psrl.backend.launch import model_parallel
 from psrl.backend.loss import LossOptions
 from psrl.backend.model import build_model, hidden_states, logits, rotary_angles
+from psrl.backend.moe import RouterOptions
 from psrl.backend.optimizer import MainGradients
-from psrl.backend.parameters import gather_full
+from psrl.backend.parameters import ParallelGroups, gather_full
+from psrl.backend.pipe import SEND_WINDOW, SINGLE_STAGE, Pipeline
+from psrl.backend.stage import PhaseInputs
 from psrl.backend.tokens import TokenIds, expand_tokens
 from psrl.backend.tree_spec import TreeSeqParams
 from psrl.core.cluster import ModelSpec, ParallelConfig
@@ -51,6 +54,7 @@ class Case:
     spec: ModelSpec
     inputs: PhaseInputs
     loss: LossOptions
+    init_std: float = 0.3
 
 
 def make_case(seed: int, num_ranks: int = 1, **program: Any) -> Case:
@@ -72,17 +76,29 @@ def make_case(seed: int, num_ranks: int = 1, **program: Any) -> Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training on a case gives: full gradients by canonical name, and logprobs by token."""
+    """What training on a case gives: full gradients by canonical name, and logprobs by token.
+
+    The loss includes those of routers; `expert_load` is [layers, experts] logical tokens.
+    """
 
     loss: float
     gradients: dict[str, torch.Tensor]
     logprobs: FloatArray
     events: Events | None = None
+    expert_load: torch.Tensor | None = None
 
 
-def case_model(case: Case, dtype: torch.dtype, tensor_size: int = 1) -> GPTModel:
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor_size)
-    return build_model(case.spec, parallel, seed=3, dtype=dtype, init_std=0.3)
+def case_model(
+    case: Case, dtype: torch.dtype, sequence_parallel: bool = False, **settings: Any
+) -> GPTModel:
+    """The model of a case, divided as `parallel_state` says."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+    )
+    return build_model(case.spec, parallel, seed=3, dtype=dtype, init_std=case.init_std, **settings)
 
 
 def run_case(
@@ -92,11 +108,19 @@ def run_case(
     store_class: type[BlockStore] = BlockStore,
     implementation: Any = "parts",
     chunk_rows: int = 5,
+    pipeline: Pipeline = SINGLE_STAGE,
+    send_window: int = SEND_WINDOW,
+    router: RouterOptions | None = None,
+    sequence_parallel: bool = False,
 ) -> Outcome:
-    """Run a case's update on this rank; the outcome is complete on every rank."""
+    """Run a case's update on this rank; but for the events, the outcome is complete everywhere."""
     planned = case.planned
-    model = case_model(case, dtype, parallel_state.get_tensor_model_parallel_world_size())
+    router = router or RouterOptions()
+    settings = {"moe_token_dispatcher_type": router.dispatcher} if case.spec.moe_topk else {}
+    model = case_model(case, dtype, sequence_parallel, **settings)
     loss_tokens = LossTokens(planned.batch)
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    coupled = max(1, parallel_state.get_expert_model_parallel_world_size() // tensor_size)
     rank = parallel_state.get_data_parallel_rank()
     rank_program = prepare_rank_program(
         0,
@@ -106,6 +130,9 @@ def run_case(
         TokenIds(planned.batch, case.spec.vocab_size),
         loss_tokens,
         chunk_rows=chunk_rows,
+        stage=pipeline.stage,
+        num_stages=pipeline.num_stages,
+        coupled_ranks=coupled if router.dispatcher == "allgather" else 1,
     )
     engine = RankEngine(
         model=model,
@@ -114,18 +141,29 @@ def run_case(
         log=EventLog(),
         implementation=implementation,
         loss=case.loss,
-        gradients=MainGradients(model),
+        router=router,
+        pipeline=pipeline,
+        gradients=MainGradients(model, ParallelGroups.current()),
+        send_window=send_window,
         store_class=store_class,
     )
     logprobs = np.full(len(loss_tokens), np.nan)
-    loss = engine.run(rank_program, "update", logprobs, case.inputs)
+    inputs = engine.look_ahead(rank_program, case.inputs)
+    loss = engine.run(rank_program, "update", logprobs, inputs)
     engine.finish_update(rank_program, "update")
     assert engine.gradients is not None
-    group = parallel_state.get_data_parallel_group()
     shared = torch.tensor([loss, *np.nan_to_num(logprobs)], dtype=torch.float64)
-    torch.distributed.all_reduce(shared, group=group)
-    full = gather_full(engine.gradients, parallel_state.get_tensor_model_parallel_group())
-    return Outcome(float(shared[0]), full, shared[1:].numpy(), engine.log.finish())
+    torch.distributed.all_reduce(shared)
+    shared /= tensor_size
+    full = gather_full(engine.gradients, ParallelGroups.current())
+    reported = engine.router_run
+    return Outcome(
+        float(shared[0]) + (reported.loss() if reported else 0.0),
+        full,
+        shared[1:].numpy(),
+        engine.log.finish(),
+        reported.load() if reported else None,
+    )
 
 
 def run_samples_alone(case: Case, dtype: torch.dtype) -> Outcome:
@@ -181,7 +219,7 @@ def _sample_logprobs(
 def relative_error(found: Outcome, wanted: Outcome) -> dict[str, float]:
     """Relative L2 error of all gradients together and of the worst one; others absolute."""
     names = list(wanted.gradients)
-    assert list(found.gradients) == names
+    assert set(found.gradients) == set(names)
     error = {n: (found.gradients[n] - wanted.gradients[n]).norm().item() for n in names}
     size = {n: wanted.gradients[n].norm().item() for n in names}
     total = sum(s * s for s in size.values()) ** 0.5 or 1.0
@@ -206,9 +244,9 @@ def compare_alone(seeds: Sequence[int], dtype: torch.dtype, **run: Any) -> list[
 
 def run_cases(seeds: Sequence[int], dtype: torch.dtype, parallel: ParallelConfig) -> list[Outcome]:
     """Outcomes of cases on this process group."""
-    with model_parallel(parallel):
+    with model_parallel(parallel) as pipeline:
         cases = [make_case(seed, num_ranks=parallel.data_parallel_size) for seed in seeds]
-        return [replace(run_case(case, dtype), events=None) for case in cases]
+        return [replace(run_case(c, dtype, pipeline=pipeline), events=None) for c in cases]
 
 
 def run_alone(seeds: Sequence[int], dtype: torch.dtype, num_ranks: int) -> list[Outcome]:

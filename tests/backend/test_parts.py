@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -14,10 +13,11 @@ from psrl.backend.compat import parallel_state
 from psrl.backend.inputs import LossTokens, edge_inputs
 from psrl.backend.kv_store import BlockStore, buffer_rows
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import LossOptions, check_loss, low_variance_kl, vocab_parallel_logprobs
+from psrl.backend.loss import LossOptions, check_loss, kl_terms
 from psrl.backend.model import build_model, transformer_config
 from psrl.backend.optimizer import MainAdamW, MainGradients, OptimizerOptions
-from psrl.backend.parameters import gather_full, load_full, shard, unshard
+from psrl.backend.parameters import ParallelGroups, gather_full, load_full, shard, unshard
+from psrl.backend.predictions import vocab_parallel_logprobs
 from psrl.backend.tokens import TokenIds, expand_tokens, packed_token_ids
 from psrl.core.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PlanError
@@ -117,12 +117,9 @@ def full_weights(size: int, perturb: float) -> dict[str, torch.Tensor]:
     with model_parallel(parallel):
         model = build_model(TINY, parallel, seed=1, dtype=torch.float32, perturb=perturb)
         rank = parallel_state.get_tensor_model_parallel_rank()
-        group = parallel_state.get_tensor_model_parallel_group()
-        full = gather_full(model.named_parameters(), group)
+        full = gather_full(model.named_parameters(), ParallelGroups.current())
         load_full(model, full, rank, size)
-        return {
-            name: p.detach() for name, p in gather_full(model.named_parameters(), group).items()
-        }
+        return gather_full(model.named_parameters(), ParallelGroups.current())
 
 
 def test_weights_do_not_depend_on_the_parallel_size() -> None:
@@ -160,8 +157,8 @@ def test_sliced_logprobs_equal_megatrons() -> None:
 
 def test_kl_estimate_is_zero_only_for_equal_policies() -> None:
     logprob = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    assert low_variance_kl(logprob, logprob).tolist() == [0.0, 0.0, 0.0]
-    moved = low_variance_kl(logprob, logprob + torch.tensor([0.5, -0.5, 0.1]))
+    assert kl_terms(logprob, logprob).tolist() == [0.0, 0.0, 0.0]
+    moved = kl_terms(logprob, logprob + torch.tensor([0.5, -0.5, 0.1]))
     assert moved.tolist() == pytest.approx(
         [np.exp(0.5) - 1.5, np.exp(-0.5) - 0.5, np.exp(0.1) - 1.1]
     )
@@ -172,7 +169,7 @@ def two_reads() -> BlockStore:
     planned = single_process(make_case(1).planned.batch, seed=1)
     mine = planned.program.on_rank(0)
     assert len(mine.blocks), "this seed must cache something"
-    store = BlockStore(mine, buffer_rows(mine), 2, 1, 4, torch.bfloat16)
+    store = BlockStore(mine, buffer_rows(mine, mine.ops()), 2, 1, 4, torch.bfloat16)
     for op in mine.ops():
         store.begin(op)
         if op.micro_batch == int(mine.blocks.micro_batch[0]):
@@ -241,12 +238,12 @@ def steps(dtype: torch.dtype, num_steps: int) -> list[tuple[float, torch.Tensor]
     module.weight = torch.nn.Parameter(torch.tensor([3.0, -4.0, 0.0], dtype=dtype))
     gradients = MainGradients(module)
     options = OptimizerOptions(learning_rate=2e-3, max_gradient_norm=2.0)
-    adamw = MainAdamW(module, gradients, options)
+    adamw = MainAdamW(gradients, options)
     results = []
     for _ in range(num_steps):
         for _ in range(2):  # two micro-batches add up
             (module.weight.square().sum() / 4).backward()
-        norm = gradients.norm(dist.group.WORLD)
+        norm = gradients.norm()
         adamw.step(norm)
         gradients.zero()
         results.append((norm, module.weight.detach().clone()))

@@ -29,6 +29,9 @@ data_parallel_size = 2
 """
 
 
+EXPERTS = ("model.num_moe_experts=4", "model.moe_topk=4", "model.moe_ffn_hidden_size=64")
+
+
 def load(directory: Path, text: str = CLUSTER, *overrides: str) -> Setup:
     path = directory / "cluster.toml"
     path.write_text(text)
@@ -140,6 +143,17 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         (("model.num_query_groups=8",), r"num_attention_heads \(28\) is not a multiple"),
         (("model.num_moe_experts=4",), r"moe_topk \(0\) must lie in 1\.\.4"),
         (("model.num_moe_experts=4", "model.moe_topk=5"), r"moe_topk \(5\)"),
+        (("model.num_moe_experts=4", "model.moe_topk=2"), r"4 experts with moe_ffn_hidden_size 0"),
+        (EXPERTS, "needs sequence_parallel"),
+        (
+            (*EXPERTS, "parallel.expert_model_parallel_size=8"),
+            r"num_moe_experts \(4\) .* expert_model_parallel_size \(8\)",
+        ),
+        (
+            (*EXPERTS, "model.num_moe_experts=6", "parallel.expert_model_parallel_size=3"),
+            r"expert_model_parallel_size \(3\) must divide tensor\(2\) \* data\(2\) = 4",
+        ),
+        (("parallel.expert_model_parallel_size=2",), "qwen2.5-7b has no experts"),
     ],
 )
 def test_layouts_that_do_not_fit(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
@@ -148,5 +162,17 @@ def test_layouts_that_do_not_fit(tmp_path: Path, overrides: tuple[str, ...], mes
 
 
 def test_check_layout_accepts_what_divides(tmp_path: Path) -> None:
-    setup = load(tmp_path, CLUSTER, "model.num_moe_experts=4", "model.moe_topk=4")
+    sizes = ("parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=4")
+    setup = load(tmp_path, CLUSTER, *EXPERTS, *sizes)
     check_layout(setup.model, setup.cluster, setup.parallel)
+    assert setup.parallel.world_size == 8
+    assert setup.parallel.coupled_ranks == 2
+
+
+def test_published_sizes() -> None:
+    """Total and active parameters in units of 10^9, as the models' names say."""
+    for name, total, active in (("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235.1, 22.1)):
+        spec = MODELS[name]
+        used = spec.num_layers * spec.active_layer_parameters + 2 * spec.embedding_parameters
+        assert round(spec.num_parameters / 1e9, 1) == total
+        assert round(used / 1e9, 1) == active

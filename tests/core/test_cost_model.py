@@ -183,15 +183,42 @@ def test_bytes_per_token_by_hand() -> None:
     assert memory.kv_bytes_per_token == 2 * 2 * (2 * 2 // 2) * 2
     assert memory.kv_gradient_bytes_per_token == 2 * memory.kv_bytes_per_token
     assert memory.stage_input_bytes_per_token == 8 * 2
-    assert memory.recompute_bytes_per_token == 2 * 8 * 2
-    sharded = (2 * 8 + 2 * 4 + 3 * 16) // 2
-    assert memory.activation_bytes_per_token == 2 * (4 * 8 + sharded) * 2
+    assert memory.recompute_bytes_per_token == 2 * 8 * 2 + 2 * 4
+    norms = 2 * (3 * 8 * 2 + 4)
+    projection, rotated, attention, mlp = 8 + 2 * 4, 8 + 4, 8, 3 * 16
+    sharded = (projection + rotated + attention + mlp) * 2 + 4 * 4
+    tables = 4 * 2 * 2
+    assert memory.activation_bytes_per_token == 2 * (norms + sharded // 2 + tables)
+    assert memory.final_norm_bytes_per_token == 2 * 8 * 2 + 4
+    qk_norm = MemoryModel(TINY.model_copy(update={"qk_layernorm": True}), cluster(), parallel)
+    more = qk_norm.activation_bytes_per_token - memory.activation_bytes_per_token
+    assert more == 2 * ((2 * 8 + 4) * 2 + (4 + 2) * 4) // 2
     assert memory.logits_bytes_per_token == 2 * 4 * 32 // 2
     sequence = MemoryModel(TINY, cluster(), parallel.model_copy(update={"sequence_parallel": True}))
-    assert sequence.activation_bytes_per_token == 2 * (4 * 8 // 2 + sharded) * 2
+    assert sequence.activation_bytes_per_token == 2 * (norms // 2 + sharded // 2 + tables)
+    assert sequence.final_norm_bytes_per_token == 8 * 2 + 2
     assert sequence.stage_input_bytes_per_token == 8
     wide = MemoryModel(TINY, cluster(dtype_bytes=8), parallel)
     assert wide.kv_gradient_bytes_per_token == wide.kv_bytes_per_token
+
+
+def test_held_bytes_by_activation_and_stage() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    memory = MemoryModel(TINY, cluster(), parallel)
+    kept, again, received = (
+        memory.activation_bytes_per_token,
+        memory.recompute_bytes_per_token,
+        memory.stage_input_bytes_per_token,
+    )
+    assert kept > again > received
+    assert memory.held_bytes("keep", 5, 3, is_last_stage=False) == 5 * kept
+    head = 5 * memory.final_norm_bytes_per_token + 3 * memory.head_bytes_per_row
+    assert memory.held_bytes("keep", 5, 3, is_last_stage=True) == 5 * kept + head
+    assert memory.held_bytes("recompute", 5, 3, is_last_stage=True) == 5 * again + head
+    for is_last_stage in (False, True):
+        assert memory.held_bytes("drop", 5, 3, is_last_stage) == 5 * received
+    alone = MemoryModel(TINY, cluster(), ParallelConfig())
+    assert alone.held_bytes("drop", 5, 3, is_last_stage=True) == 0
 
 
 def test_static_bytes_by_hand() -> None:

@@ -15,9 +15,12 @@ from psrl.core.schedule import Op, stage_ops
 from tests.core.cases import hand_batch, hand_program, random_case, with_values, wrap
 
 # Of the tiny model on one of two stages (2 layers), worked out in test_cost_model.py's way.
-ACTIVATION = 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) * 2
-RECOMPUTE = 2 * 8 * 2
+ACTIVATION = 2 * (2 * (3 * 8 * 2 + 4) + (3 * 8 + 3 * 4 + 3 * 16) * 2 + 4 * 4 + 4 * 2 * 2)
+RECOMPUTE = 2 * 8 * 2 + 2 * 4
 STAGE_INPUT = 8 * 2
+# The last stage also keeps its norm per token, and the hidden state per predicted position.
+NORM = 2 * 8 * 2 + 4
+HEAD = 8 * 2 + 64
 KV = 2 * 2 * 4 * 2
 KV_GRADIENT = 2 * 2 * 4 * 4
 LOGITS = 8 * 32
@@ -38,14 +41,17 @@ def test_last_stage_by_hand() -> None:
     program = hand_program()
     found = states(wrap(program, num_ranks=2), program.tree(hand_batch()), rank=0, stage=1)
     layer = ACTIVATION // 2
+    kept = 2 * (ACTIVATION + NORM) + 2 * HEAD
+    recomputed = 2 * (RECOMPUTE + NORM)
+    again = ACTIVATION + NORM + HEAD
     assert [s.activation_bytes for s in found] == [
-        2 * ACTIVATION,
-        2 * ACTIVATION + STAGE_INPUT + layer,
-        2 * ACTIVATION + STAGE_INPUT + 2 * RECOMPUTE + 2 * layer,
-        2 * ACTIVATION + STAGE_INPUT + 2 * RECOMPUTE + 2 * layer,
-        2 * ACTIVATION + ACTIVATION,
-        2 * ACTIVATION + ACTIVATION,
-        2 * ACTIVATION,
+        kept,
+        kept + STAGE_INPUT + layer,
+        kept + STAGE_INPUT + recomputed + 2 * layer,
+        kept + STAGE_INPUT + recomputed + 2 * layer,
+        kept + again,
+        kept + again,
+        kept,
     ]
     # Block 0 takes 4 allocated tokens from F0 to B0, block 1 one from F1 to B1.
     assert [s.kv_bytes for s in found] == [4 * KV, *[5 * KV] * 5, 4 * KV]
@@ -59,7 +65,7 @@ def test_last_stage_by_hand() -> None:
     assert [s.logits_bytes for s in found] == [n * LOGITS for n in (2, 1, 0, 0, 1, 1, 2)]
     assert len({s.static_bytes for s in found}) == 1
     first = found[0]
-    assert first.total_bytes == first.static_bytes + 2 * ACTIVATION + 4 * KV + 2 * LOGITS
+    assert first.total_bytes == first.static_bytes + kept + 4 * KV + 2 * LOGITS
 
 
 def test_first_stage_has_no_logits_and_runs_ahead() -> None:
@@ -112,8 +118,8 @@ def memory_of(plan: Plan) -> MemoryModel:
 
 
 def test_peak_depends_on_when_backwards_run() -> None:
-    """Running forwards ahead of stage 1 makes stage 0 hold more."""
+    """Running forwards ahead of stage 1 makes stage 0 hold more; the last one has the head too."""
     program = hand_program()
     plan, tree = wrap(program, num_ranks=2, num_stages=4), program.tree(hand_batch())
-    peaks = [max(s.activation_bytes for s in states(plan, tree, 0, stage)) for stage in range(4)]
+    peaks = [max(s.activation_bytes for s in states(plan, tree, 0, stage)) for stage in range(3)]
     assert np.all(np.diff(peaks) <= 0)

@@ -1,0 +1,316 @@
+"""Speed and memory of prefix-shared execution beside dense execution by the same backend.
+
+One process, one thread, float32, Megatron on the CPU, samples of a recorded tau-bench run. Dense
+and shared runs alternate; both compute the same loss and gradient. Their micro-batches are
+equally many, so the shared ones are smaller. The bar is on *sharing efficiency*: measured speed-up
+over the ratio of FLOPs, by process CPU time, minimum of repeats. The speed-up is over the fastest
+dense run of any number of micro-batches.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from psrl.backend.engine import RankEngine
+from psrl.backend.inputs import LossTokens, RankProgram, prepare_rank_program
+from psrl.backend.launch import model_parallel, run_ranks
+from psrl.backend.loss import LossOptions
+from psrl.backend.model import build_model
+from psrl.backend.optimizer import MainGradients
+from psrl.backend.parameters import ParallelGroups
+from psrl.backend.stage import PhaseInputs
+from psrl.backend.tokens import TokenIds
+from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.config import PlanningConfig, Setup
+from psrl.core.events import EventLog, Events
+from psrl.core.plan import Program
+from psrl.core.sample import SampleBatch
+from psrl.core.trace import open_trace
+from psrl.planner.assemble import Caching, rank_program
+from psrl.planner.layout import Layout
+from psrl.planner.micro_batching import CutRule, cut_rank
+from psrl.planner.problem import PlanningProblem, ProgramProblem
+from psrl.planner.rank_micro_batches import sample_sets
+from psrl.planner.token_cuts import rank_view
+from psrl.traces.slicing import slice_batch
+
+from .measurement import Measurement
+
+TRACE = Path(__file__).parents[1] / "examples" / "traces" / "tau_bench_airline"
+NUM_REPEATS = 3
+NUM_MICRO_BATCHES = (4, 7)
+MIN_EFFICIENCY = {"forward": 0.9, "update": 0.85}
+
+
+def model_spec(hidden_size: int) -> ModelSpec:
+    """Four layers of Qwen2.5's proportions."""
+    return ModelSpec(
+        name=f"bench-{hidden_size}",
+        num_layers=4,
+        hidden_size=hidden_size,
+        num_attention_heads=hidden_size // 64,
+        num_query_groups=hidden_size // 128,
+        kv_channels=64,
+        ffn_hidden_size=3 * hidden_size,
+        vocab_size=4096,
+    )
+
+
+def problems(batch: SampleBatch, model: ModelSpec) -> tuple[ProgramProblem, ProgramProblem]:
+    """The forward-only and the update program of a batch on one CPU core."""
+    device = DeviceSpec(
+        name="cpu-core",
+        peak_flops_per_s=120e9,
+        memory_bytes=2**36,
+        memory_bandwidth_bytes_per_s=10e9,
+        gemm_efficiency=0.9,
+        attention_efficiency=0.4,
+        host_layer_s=1e-3,
+        dtype_bytes=4,
+    )
+    cluster = ClusterSpec(
+        device=device,
+        num_hosts=1,
+        devices_per_host=1,
+        intra_host_bytes_per_s=2e9,
+        inter_host_bytes_per_s=2e9,
+        intra_host_latency_s=1e-4,
+        inter_host_latency_s=1e-4,
+    )
+    setup = Setup(
+        model=model,
+        cluster=cluster,
+        parallel=ParallelConfig(),
+        # The number of micro-batches is chosen here, not by a budget.
+        planning=PlanningConfig(max_tokens_per_micro_batch=int(batch.num_tokens.sum())),
+    )
+    forward, update = PlanningProblem(batch, "bench", 0, setup).programs()
+    return forward, update
+
+
+def dense_program(target: ProgramProblem, num_micro_batches: int) -> Program:
+    """Whole samples without sharing, spread evenly over micro-batches."""
+    num_tokens = target.samples.num_tokens
+    sets: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    load = np.zeros(num_micro_batches, np.int64)
+    for sample in np.argsort(-num_tokens, kind="stable").tolist():
+        lightest = int(load.argmin())
+        sets[lightest].append(sample)
+        load[lightest] += num_tokens[sample]
+    nobody = np.zeros(len(num_tokens), np.int64)
+    layout = Layout(target, nobody, np.arange(len(num_tokens)))
+    return sample_sets(layout, [[np.array(s) for s in sets]], "dynamic").program
+
+
+def shared_program(
+    target: ProgramProblem,
+    num_micro_batches: int,
+    num_units: int = 1,
+    caching: Caching = "dynamic",
+    drop_ancestors: bool = False,
+) -> Program:
+    """Everything shared, cut by predicted cost in units.
+
+    Args:
+        num_micro_batches: of equal cost; units add some.
+        num_units: 1 for plain even cuts, which hold most.
+        drop_ancestors: keep no activations of micro-batches that others read.
+    """
+    nobody = np.zeros(target.samples.num_samples, np.int64)
+    layout = Layout(target, nobody, nobody)
+    pieces = cut_rank(rank_view(layout, 0), CutRule(num_micro_batches, num_units, 1.0))
+    program = rank_program(layout, 0, pieces, caching).program
+    if drop_ancestors:
+        table = program.micro_batches
+        is_ancestor = np.isin(table.micro_batch, program.blocks.micro_batch)
+        activation = np.where(is_ancestor, "drop", "keep")
+        program = rank_program(layout, 0, pieces, caching, activation).program
+    return program
+
+
+def flops(program: Program, model: ModelSpec) -> float:
+    """What the program computes: 2 per weight and token, 4 per visible pair and channel.
+
+    A backward costs twice its forward, attention's 2.5 times, and the head runs its forward again.
+    """
+    table = program.micro_batches
+    linear = 2.0 * model.num_layers * model.active_layer_parameters * table.num_tokens.sum()
+    pairs = 4.0 * model.num_layers * model.attention_width * table.pairs.sum()
+    head = 2.0 * model.hidden_size * model.vocab_size * table.head_tokens.sum()
+    if not program.is_update:
+        return float(linear + pairs + head)
+    return float(3.0 * linear + 3.5 * pairs + 4.0 * head)
+
+
+@dataclass
+class Bench:
+    """One model on this process, and programs of one batch."""
+
+    batch: SampleBatch
+    model: ModelSpec
+    measure_activations: bool
+
+    def __post_init__(self) -> None:
+        weights = build_model(self.model, ParallelConfig(), seed=0, dtype=torch.float32)
+        self.gradients = MainGradients(weights, ParallelGroups.current())
+        self.loss_tokens = LossTokens(self.batch)
+        self.engine = RankEngine(
+            model=weights,
+            spec=self.model,
+            rank=0,
+            log=EventLog(),
+            implementation="parts",
+            loss=LossOptions(kind="sft"),
+            gradients=self.gradients,
+            measure_activations=self.measure_activations,
+        )
+        self._token_ids = TokenIds(self.batch, self.model.vocab_size)
+
+    def prepare(self, program: Program) -> RankProgram:
+        return prepare_rank_program(0, program, 0, self.batch, self._token_ids, self.loss_tokens)
+
+    def run(self, prepared: RankProgram) -> Events:
+        """Run a program; the gradients of an update are in `gradients`."""
+        self.engine.log = EventLog()
+        self.gradients.zero()
+        unknown = np.full(len(self.loss_tokens), np.nan)
+        phase = "update" if prepared.program.is_update else "log_old_prob"
+        self.engine.run(prepared, phase, unknown.copy(), PhaseInputs(unknown, unknown))
+        return self.engine.log.finish()
+
+
+@dataclass(frozen=True)
+class Times:
+    """[repeats] seconds of equal runs."""
+
+    cpu_s: list[float]
+    wall_s: list[float]
+
+
+def timed(function: Callable[[], object], times: Times) -> None:
+    gc.collect()
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    function()
+    times.cpu_s.append(time.process_time() - cpu_s)
+    times.wall_s.append(time.perf_counter() - wall_s)
+
+
+def speed() -> list[Measurement]:
+    """Sharing efficiency for each number of micro-batches, forward-only and update."""
+    batch = slice_batch(
+        open_trace(TRACE).iteration(0),
+        num_groups=2,
+        trajectories_per_group=2,
+        steps_per_trajectory=4,
+    )
+    model = model_spec(512)
+    with model_parallel(ParallelConfig()):
+        bench = Bench(batch, model, measure_activations=False)
+        return [row for target in problems(batch, model) for row in _efficiency(bench, target)]
+
+
+def _efficiency(bench: Bench, target: ProgramProblem) -> list[Measurement]:
+    programs = {
+        (kind, count): bench.prepare(make(target, count))
+        for count in NUM_MICRO_BATCHES
+        for kind, make in (("dense", dense_program), ("shared", shared_program))
+    }
+    times = {key: Times([], []) for key in programs}
+    gradients: dict[tuple[str, int], torch.Tensor] = {}
+    for _ in range(NUM_REPEATS):
+        for key, prepared in programs.items():
+            timed(lambda prepared=prepared: bench.run(prepared), times[key])
+            gradients[key] = torch.cat([g.flatten() for _, g in bench.gradients])
+    rows = []
+    for count in NUM_MICRO_BATCHES:
+        rows += _rows(bench.model, programs, times, count)
+        if target.is_update:
+            wanted, found = gradients["dense", count], gradients["shared", count]
+            error = float((found - wanted).norm() / wanted.norm())
+            what = f"update, {count} micro-batches: gradient error"
+            rows.append(Measurement(what, error, "", 5e-6, False))
+    return rows
+
+
+def _rows(
+    model: ModelSpec,
+    programs: dict[tuple[str, int], RankProgram],
+    times: dict[tuple[str, int], Times],
+    count: int,
+) -> list[Measurement]:
+    dense, shared = (programs[kind, count].program for kind in ("dense", "shared"))
+    ratio = flops(dense, model) / flops(shared, model)
+    num_tokens = shared.micro_batches.num_tokens
+    name = "update" if dense.is_update else "forward"
+    where = f"{name}, {len(num_tokens)} micro-batches of {num_tokens.mean():.0f} tokens"
+
+    def speedup(pick: Callable[[list[float]], float], clock: str) -> float:
+        dense_s = min(pick(getattr(times["dense", n], clock)) for n in NUM_MICRO_BATCHES)
+        return dense_s / pick(getattr(times["shared", count], clock))
+
+    cpu = speedup(min, "cpu_s")
+    shared_s = min(times["shared", count].cpu_s)
+    return [
+        Measurement(f"{where}: FLOP ratio", ratio, "x"),
+        Measurement(f"{where}: speed-up, minimum CPU time", cpu, "x"),
+        Measurement(
+            f"{where}: speed-up, median CPU time", speedup(statistics.median, "cpu_s"), "x"
+        ),
+        Measurement(f"{where}: speed-up, minimum wall time", speedup(min, "wall_s"), "x"),
+        Measurement(f"{where}: dense", flops(dense, model) / (shared_s * cpu) / 1e9, "GFLOP/s"),
+        Measurement(f"{where}: shared", flops(shared, model) / shared_s / 1e9, "GFLOP/s"),
+        Measurement(f"{where}: sharing efficiency", cpu / ratio, "", MIN_EFFICIENCY[name]),
+    ]
+
+
+def memory() -> list[Measurement]:
+    """Peaks of cached keys and of activations, on a narrow model of the same proportions."""
+    batch = slice_batch(
+        open_trace(TRACE).iteration(0),
+        num_groups=4,
+        trajectories_per_group=4,
+        steps_per_trajectory=6,
+    )
+    model = model_spec(128)
+    with model_parallel(ParallelConfig()):
+        bench = Bench(batch, model, measure_activations=True)
+        forward, update = problems(batch, model)
+        # About a thousand tokens each, in units that hold an eighth of the batch.
+        cut = (-(-forward.tree.unique_tokens // 1024), 8)
+
+        def peak(program: Program, activations: bool) -> int:
+            events = bench.run(bench.prepare(program))
+            kept = events.kv_bytes + events.kv_gradient_bytes
+            return int((kept + activations * events.activation_bytes).max())
+
+        found = []
+        for name, target in (("forward", forward), ("update", update)):
+            dynamic = peak(shared_program(target, *cut), False)
+            everything = peak(shared_program(target, *cut, "everything"), False)
+            what = f"{name}: peak KV bytes, dynamic / cache everything"
+            found.append(Measurement(what, dynamic / everything, "", 0.40, False))
+        shared = shared_program(update, *cut)
+        dense = peak(dense_program(update, len(shared.micro_batches)), True)
+        for what, program, bar in (
+            ("kept", shared, None),
+            ("ancestors dropped", shared_program(update, *cut, drop_ancestors=True), 0.6),
+        ):
+            value = peak(program, True) / dense
+            row = f"update: activation + KV peak / dense, {what}"
+            found.append(Measurement(row, value, "", bar, False))
+    return found
+
+
+def measure() -> list[Measurement]:
+    """Run everything in one fresh process with one thread."""
+    return run_ranks(_measure, 1, timeout_s=3600)[0]
+
+
+def _measure() -> list[Measurement]:
+    return [*memory(), *speed()]
