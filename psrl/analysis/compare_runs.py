@@ -15,6 +15,7 @@ from psrl.core.run import read_json
 from psrl.core.sample import FloatArray
 
 TOLERANCE = 5e-6
+WORST_PARAMETER = "gradient of "
 _LOGPROBS = ("old_logprob", "ref_logprob", "logprob")
 # A gradient whose elements are this much smaller than the model's average is all rounding; its
 # difference is measured against that floor.
@@ -30,7 +31,8 @@ def exactness(run_a: Path, run_b: Path, tolerance: float = TOLERANCE) -> list[di
     left out; any other value that is not finite differs by infinity.
 
     Returns:
-        Dictionaries with quantity, largest_relative_difference and tolerance.
+        Dictionaries with quantity, largest_relative_difference and tolerance; that of the worst
+        parameter is infinite, for a gradient that should be zero is nothing but rounding.
 
     Raises:
         ConfigError: if a file is missing or unreadable, the traces differ, or the runs do not
@@ -49,7 +51,11 @@ def exactness(run_a: Path, run_b: Path, tolerance: float = TOLERANCE) -> list[di
     found["loss"] = _largest(loss_a, loss_b)
     found |= _gradient_differences(run_a, run_b)
     return [
-        {"quantity": name, "largest_relative_difference": difference, "tolerance": tolerance}
+        {
+            "quantity": name,
+            "largest_relative_difference": difference,
+            "tolerance": math.inf if name.startswith(WORST_PARAMETER) else tolerance,
+        }
         for name, difference in found.items()
     ]
 
@@ -156,7 +162,7 @@ def _gradient_differences(run_a: Path, run_b: Path) -> dict[str, float]:
     found = {"gradients": _ratio(sum(d for d, *_ in squares.values()), total)}
     if by_parameter:
         worst = max(by_parameter, key=lambda name: by_parameter[name])
-        found[f"gradient of {worst}"] = by_parameter[worst]
+        found[f"{WORST_PARAMETER}{worst}"] = by_parameter[worst]
     return found
 
 

@@ -183,9 +183,15 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
         sharing=sharing,
         trace=trace,
         executed={p: _metrics(executed / p / "metrics.json") for p in ran},
-        exactness=read_json(exactness) if exactness.exists() else [],
+        exactness=_checks(exactness) if exactness.exists() else [],
         plan_time_s=read_json(manifest).get("plan_time_s", {}) if manifest.exists() else {},
     )
+
+
+def _checks(path: Path) -> list[dict[str, Any]]:
+    """Exactness checks; JSON has no infinity, so null is one."""
+    rows: list[dict[str, Any]] = read_json(path)
+    return [{k: math.inf if v is None else v for k, v in row.items()} for row in rows]
 
 
 def _rank(policy: str) -> tuple[int, str]:

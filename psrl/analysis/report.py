@@ -224,7 +224,10 @@ def _evidence(comparison: Comparison) -> list[pd.DataFrame]:
                     "largest relative difference": [
                         f"{c['largest_relative_difference']:.1e}" for c in comparison.exactness
                     ],
-                    "tolerance": [f"{c['tolerance']:.0e}" for c in comparison.exactness],
+                    "tolerance": [
+                        "-" if math.isinf(c["tolerance"]) else f"{c['tolerance']:.0e}"
+                        for c in comparison.exactness
+                    ],
                 }
             )
         )

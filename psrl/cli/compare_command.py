@@ -93,7 +93,7 @@ class Compare:
             "differences": differences,
         }
         self.output.emit(result, f"{text}\n\nreport: {self.run_dir / 'report.html'}")
-        require_exact(differences, tolerance)
+        require_exact(differences)
         return ExitCode.OK
 
     def _say(self, text: str) -> None:

@@ -143,7 +143,7 @@ class Verify:
 
         rows = exactness(self.run_a, self.run_b, self.tolerance)
         self.output.emit({"differences": rows, "tolerance": self.tolerance}, format_exactness(rows))
-        require_exact(rows, self.tolerance)
+        require_exact(rows)
         return ExitCode.OK
 
 
@@ -207,18 +207,18 @@ def execute_policies(
     return list(rows.values())
 
 
-def require_exact(rows: Sequence[dict[str, Any]], tolerance: float) -> None:
-    """Raise unless all differences are within the tolerance.
+def require_exact(rows: Sequence[dict[str, Any]]) -> None:
+    """Raise unless all differences are within their tolerances.
 
     Raises:
         ToleranceError: naming the worst quantity.
     """
     for row in rows:
         # Written so that NaN fails too.
-        if not row["largest_relative_difference"] <= tolerance:
+        if not row["largest_relative_difference"] <= row["tolerance"]:
             raise ToleranceError(
                 f"{row['quantity']} differs by {row['largest_relative_difference']:.1e}, more "
-                f"than {tolerance:.1e}",
+                f"than {row['tolerance']:.1e}",
                 "sharing changed a result: check that both runs used the same weights and dtype",
             )
 
