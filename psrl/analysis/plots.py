@@ -102,13 +102,15 @@ def factors(data: pd.DataFrame, baseline: str) -> Figure:
 def memory_over_time(data: pd.DataFrame, phase: str, limit_bytes: float) -> Figure:
     """Bytes on the fullest device of each policy; right, its cached keys and values.
 
+    Every policy's phase fills the axis, so that the course of a short one can be seen.
+
     Args:
         data: `series.memory_series`.
         phase: named in the titles.
         limit_bytes: memory of the device.
     """
     policies = list(dict.fromkeys(data["policy"]))
-    time = time_unit(data["time_s"].max())
+    end_s = data.groupby("policy")["time_s"].max()
     with style():
         fig = Figure(figsize=(WIDTH_IN, 1.05 * len(policies) + 0.9))
         axes = fig.subplots(len(policies), 2, sharex=True, sharey="col", squeeze=False)
@@ -120,7 +122,7 @@ def memory_over_time(data: pd.DataFrame, phase: str, limit_bytes: float) -> Figu
             for row, policy in enumerate(policies):
                 ax, part = axes[row, column], mine[mine["policy"] == policy]
                 colour = policy_colour(policy)
-                at, size = part["time_s"] / time.scale, part["bytes"] / unit.scale
+                at, size = 100.0 * part["time_s"] / end_s[policy], part["bytes"] / unit.scale
                 ax.fill_between(at, size, step="post", color=colour, alpha=0.35, linewidth=0)
                 ax.step(at, size, where="post", color=colour, linewidth=0.9)
                 if not math.isnan(limit):
@@ -129,16 +131,17 @@ def memory_over_time(data: pd.DataFrame, phase: str, limit_bytes: float) -> Figu
                     ax.axhline(limit / unit.scale, color=INK, linewidth=1.2, linestyle="--")
                 ax.set_ylim(0, 1.12 * largest / unit.scale)
                 ax.yaxis.set_major_locator(MaxNLocator(3))
-                ax.set_title(policy if column == 0 else "")
+                took = time_unit(end_s[policy]).text(end_s[policy])
+                ax.set_title(f"{policy} ({took})" if column == 0 else "")
                 where = f"rank {part['rank'].iloc[0]}, stage {part['stage'].iloc[0]}"
                 peak = f"peak {unit.text(part['bytes'].max())} ({where})"
                 peak = peak if part["bytes"].any() else "nothing cached"
                 ax.set_title(peak, loc="right", fontweight="normal")
                 if row == len(policies) - 1:
-                    ax.set_xlabel(f"time in the {phase} phase ({time.name})")
+                    ax.set_xlabel(f"share of the {phase} phase (%)")
             label = "memory" if view == "all memory" else "cached K/V"
             axes[len(policies) // 2, column].set_ylabel(f"{label} ({unit.name})")
-        axes[0, 0].set_xlim(0, data["time_s"].max() / time.scale)
+        axes[0, 0].set_xlim(0, 100)
         handles = [
             Line2D([], [], color=INK, linestyle="--", label="memory of the device"),
             Patch(color="#d5d5d5", label="weights, gradients, optimizer"),
