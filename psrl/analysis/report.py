@@ -155,8 +155,8 @@ def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
             "What do I gain?",
             gain_sentence(comparison),
             show(
-                gain="Speed-up of each policy over the baseline. The bounds are of sharing alone: by "
-                "tokens where projections dominate, by visible pairs where attention does; a "
+                gain="Speed-up of each policy over the baseline. The bounds are of sharing alone: "
+                "by tokens where projections dominate, by visible pairs where attention does; a "
                 "workload lies between, and better cuts and placement come on top."
             ),
         ),
