@@ -234,7 +234,9 @@ def op_s(mine: Program, stage: int, op: Op) -> float:
     table, m = mine.micro_batches, op.micro_batch
     tokens, head_tokens = int(table.num_tokens[m]), int(table.head_tokens[m])
     if op.kind != "backward":
-        return float(COSTS.stage_forward_s(stage, tokens, 0, head_tokens))
+        # A dropped micro-batch needs its head only when it runs again.
+        skips_head = op.kind == "forward" and table.activation[m] == "drop"
+        return float(COSTS.stage_forward_s(stage, tokens, 0, 0 if skips_head else head_tokens))
     again = COSTS.stage_forward_s(stage, tokens, 0, 0) if table.activation[m] == "recompute" else 0
     return float(COSTS.stage_backward_s(stage, tokens, 0, head_tokens) + again)
 
