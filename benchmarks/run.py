@@ -22,6 +22,8 @@ from .measurement import Measurement
 
 BENCHMARKS = {
     "backend": "prefix-shared against dense execution on a CPU",
+    "planner": "gaps to proven bounds, balance, and psRL against all policies",
+    "simulator": "speed and memory on 12,288 GPUs",
     "traces": "prefix trees and statistics of traces",
 }
 RESULTS = Path(__file__).parent / "results"

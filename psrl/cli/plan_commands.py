@@ -1,15 +1,15 @@
 """`psrl plan` and `psrl simulate`."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from psrl.core.check_plan import check_plan
 from psrl.core.config import load_setup
-from psrl.core.errors import ExitCode, PlanError
+from psrl.core.errors import ExitCode, InfeasibleError, PlanError
 from psrl.core.metrics import run_metrics
 from psrl.core.plan import Plan
 from psrl.core.run import IfExists, RunDir
@@ -17,6 +17,9 @@ from psrl.core.sample import SampleBatch
 from psrl.core.trace import Trace, open_trace
 
 from .output import OutputOptions
+
+if TYPE_CHECKING:
+    from psrl.planner import PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -33,24 +36,75 @@ class PlanCommand:
     policy: str = "psrl"
     """scheduling policy; docs/policies.md lists them"""
     iteration: int = 0
+    explain: bool = False
+    """say why: balance, duplicated tokens, idle pipeline, memory, bound, for every program"""
+    search: bool = False
+    """first choose tensor, pipeline and data parallel sizes, recompute and micro-batch budget for
+    the cluster's devices; the table shows time against memory"""
     set: tuple[str, ...] = ()
     """change a value of the cluster file, e.g. planning.max_tokens_per_micro_batch=8192"""
 
     def run(self) -> ExitCode:
-        from psrl.planner import PlanningProblem, make_plan
+        from psrl.planner import PlanningProblem, explain, format_explanation, make_plan
 
         setup = load_setup(self.cluster, self.set)
         trace = open_trace(self.trace)
         batch = trace.iteration(self.iteration)
         problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
+        result: dict[str, Any] = {"plan": str(self.out)}
+        texts: list[str] = []
+        if self.search:
+            problem = self._search(problem, result, texts)
         started_s = time.perf_counter()
         with self.output.step(f"planning with {self.policy}"):
             plan = make_plan(problem, self.policy)
         plan_time_s = time.perf_counter() - started_s
         plan.save(self.out)
-        result = {"plan": str(self.out), "policy": plan.policy, **plan.predicted}
-        self.output.emit({**result, "plan_time_s": plan_time_s}, describe_plan(plan, self.out))
+        texts.append(describe_plan(plan, self.out))
+        if self.explain:
+            reports = explain(plan, batch)
+            result["explanation"] = [report.as_json() for report in reports]
+            texts.append(format_explanation(plan, reports))
+        result |= {"policy": plan.policy, **plan.predicted, "plan_time_s": plan_time_s}
+        self.output.emit(result, "\n\n".join(texts))
         return ExitCode.OK
+
+    def _search(
+        self, problem: "PlanningProblem", result: dict[str, Any], texts: list[str]
+    ) -> "PlanningProblem":
+        """The problem with the fastest layout and budget.
+
+        Raises:
+            InfeasibleError: if none fits.
+        """
+        from psrl.planner import format_choices, search_layouts
+
+        with self.output.step("searching layouts"):
+            choices = search_layouts(problem, self.policy)
+        table = format_choices(choices)
+        if choices[0].reason:
+            devices = problem.setup.cluster.num_devices
+            raise InfeasibleError(
+                f"no layout of {devices} devices fits the memory\n{table}",
+                "use more or larger devices, or a smaller model",
+            )
+        texts.append(table)
+        result["layouts"] = [
+            {
+                **choice.setup.parallel.model_dump(),
+                "max_tokens_per_micro_batch": choice.setup.planning.max_tokens_per_micro_batch,
+                "makespan_s": choice.time_s,
+                "peak_memory_bytes": choice.peak_bytes,
+                "reason": choice.reason,
+                "on_front": choice.on_front,
+            }
+            for choice in choices
+        ]
+        best = choices[0].setup
+        planning = best.planning.model_copy(
+            update={"search_iterations": problem.setup.planning.search_iterations}
+        )
+        return replace(problem, setup=best.model_copy(update={"planning": planning}))
 
 
 @dataclass(frozen=True)

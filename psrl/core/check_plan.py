@@ -13,8 +13,9 @@ import numpy as np
 
 from .cost_model import MemoryModel
 from .errors import InfeasibleError, PlanError
+from .loss_rows import RowUnion, loss_rows
 from .memory import MemoryLedger
-from .packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
+from .packing import PackedMicroBatch, pack_rank
 from .plan import Plan, Program
 from .prefix_tree import PrefixTree
 from .sample import SampleBatch
@@ -42,6 +43,7 @@ def check_plan(plan: Plan, batch: SampleBatch, memory_fraction: float | None = 1
         samples = batch.select(program.assignments.sample)
         tree = program.tree(batch)
         tree.validate()
+        rows = loss_rows(tree, samples)
         num_edges = 0
         for rank in range(plan.num_ranks):
             where = f"program {index}, rank {rank}"
@@ -49,9 +51,9 @@ def check_plan(plan: Plan, batch: SampleBatch, memory_fraction: float | None = 1
             _check_coverage(program, mine, rank, tree, where)
             packed = _check_order(mine, tree, where)
             _check_schedule(mine, packed, plan.parallel.pipeline_model_parallel_size, where)
-            edges = loss_edges(program, rank, tree, samples)
-            _check_head_tokens(mine, edges, where)
-            num_edges += len(edges.token)
+            on_rank = program.assignments.rank == rank
+            _check_head_tokens(mine, rows.of(on_rank), tree, where)
+            num_edges += rows.num_edges(on_rank)
             _check_memory(mine, packed, memory, memory_fraction, where)
         if num_edges != samples.loss_tokens:
             raise PlanError(
@@ -255,14 +257,14 @@ def _check_reads(mine: Program, packed: list[PackedMicroBatch], ops: list[Op], w
                     )
 
 
-def _check_head_tokens(mine: Program, edges: LossEdges, where: str) -> None:
+def _check_head_tokens(mine: Program, predicting: RowUnion, tree: PrefixTree, where: str) -> None:
     """Rule 8: the table states the distinct positions whose logits are computed."""
-    size, stated = mine.micro_batches.num_tokens, mine.micro_batches.head_tokens
-    first_row = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
-    predicts = np.zeros(first_row[-1], bool)
-    predicts[first_row[edges.micro_batch] + edges.row] = True
-    owner = np.repeat(np.arange(len(size)), size)
-    found = np.bincount(owner[predicts], minlength=len(size))
+    segments, stated = mine.segments, mine.micro_batches.head_tokens
+    shift = tree.token_start[segments.node] - tree.start_depth[segments.node]
+    start = segments.start_depth + shift
+    count = predicting.count(start, start + segments.num_tokens)
+    found = np.zeros(len(stated), np.int64)
+    np.add.at(found, segments.micro_batch, count)
     if not np.array_equal(found, stated):
         bad = int(np.flatnonzero(found != stated)[0])
         raise PlanError(

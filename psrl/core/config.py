@@ -23,7 +23,12 @@ class PlanningConfig(Spec):
         default=0.9, gt=0, le=1, description="share of the device memory that a plan may use"
     )
     search_iterations: int = Field(
-        default=400, ge=0, description="local-search steps of the psrl policy; 0 = first heuristic"
+        default=2000, ge=0, description="local-search steps of the psrl policy; 0 = first heuristic"
+    )
+    solver_work_limit: float = Field(
+        default=20.0,
+        ge=0,
+        description="OR-Tools' deterministic work, about seconds, of the optimal policy; 0 = none",
     )
     seed: int = Field(default=0, ge=0)
 

@@ -10,12 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from psrl.core.memory import MemoryLedger
-from psrl.core.packing import pack_rank, visible_pairs
+from psrl.core.cost_model import CostModel
+from psrl.core.packing import visible_pairs
 from psrl.core.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
 from psrl.core.sample import FloatArray, IntArray, StrArray
 from psrl.core.schedule import (
     Op,
+    OpKind,
     eager_backward_order,
     fill_counts,
     interleave,
@@ -25,6 +26,7 @@ from psrl.core.schedule import (
 
 from .blocks import all_blocks, dynamic_blocks
 from .layout import Layout, Pieces, piece_tree
+from .peak_memory import peak_bytes
 from .problem import PlanningProblem
 
 Caching = Literal["dynamic", "everything"]
@@ -54,16 +56,8 @@ class RankProgram:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes on a device of the rank; the first stage holds most, the last has logits."""
-        problem = self.layout.problem
-        packed = pack_rank(self.program, self.layout.tree)
-        peak = problem.memory_model.static_bytes
-        for stage in {0, problem.num_stages - 1}:
-            is_last = stage == problem.num_stages - 1
-            ledger = MemoryLedger(self.program, packed, problem.memory_model, is_last)
-            for op in stage_ops(self.program.ops(), problem.num_stages, stage):
-                peak = max(peak, ledger.run(op).total_bytes)
-        return peak
+        """Most bytes on a device of the rank."""
+        return peak_bytes(self.program, self.layout.tree, self.layout.problem.memory_model)
 
     @property
     def fits(self) -> bool:
@@ -182,10 +176,29 @@ def _time_s(problem: PlanningProblem, table: MicroBatches, ops: list[Op]) -> flo
     """Predicted time of one phase; every stage does the last stage's work without the head."""
     if not ops:
         return 0.0
-    num_stages, cost = problem.num_stages, problem.cost_model
+    num_stages = problem.num_stages
+    durations = stage_durations(problem.cost_model, table, num_stages)
+    if num_stages == 1:
+        return sum(durations[0][op.kind][op.micro_batch] for op in ops)
+    message_s = message_durations(problem.cost_model, table)
+    timing = pipeline_timing(
+        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
+        lambda stage, op: durations[stage][op.kind][op.micro_batch],
+        message_s.__getitem__,
+        send_window=1,
+    )
+    if timing is None:
+        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
+    return timing.makespan_s
+
+
+def stage_durations(
+    cost: CostModel, table: MicroBatches, num_stages: int
+) -> list[dict[OpKind, list[float]]]:
+    """Seconds of each micro-batch's ops, by stage and kind of op."""
     sizes = [a.astype(np.float64) for a in (table.num_tokens, table.pairs, table.head_tokens)]
     again = table.backward_s - cost.backward_s(*sizes)
-    durations: list[dict[str, list[float]]] = []
+    durations: list[dict[OpKind, list[float]]] = []
     for stage in range(num_stages):
         forward: FloatArray = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64)
         # A dropped micro-batch needs its head only when it runs again.
@@ -202,18 +215,15 @@ def _time_s(problem: PlanningProblem, table: MicroBatches, ops: list[Op]) -> flo
                 "backward": backward.tolist(),
             }
         )
-    if num_stages == 1:
-        return sum(durations[0][op.kind][op.micro_batch] for op in ops)
-    message_s = np.asarray(cost.message_s(sizes[0]), np.float64).tolist()
-    timing = pipeline_timing(
-        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
-        lambda stage, op: durations[stage][op.kind][op.micro_batch],
-        message_s.__getitem__,
-        send_window=1,
-    )
-    if timing is None:
-        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
-    return timing.makespan_s
+    return durations
+
+
+def message_durations(cost: CostModel, table: MicroBatches) -> list[float]:
+    """Seconds of each micro-batch's message between neighbouring stages."""
+    seconds: list[float] = np.asarray(
+        cost.message_s(table.num_tokens.astype(np.float64)), np.float64
+    ).tolist()
+    return seconds
 
 
 @dataclass(frozen=True, eq=False)

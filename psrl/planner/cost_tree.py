@@ -9,11 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from psrl.core.loss_rows import LossRows, union_of
 from psrl.core.packing import visible_pairs
 from psrl.core.prefix_tree import PrefixTree
 from psrl.core.sample import FloatArray, IntArray
-
-from .loss_rows import LossRows, union_of
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from psrl.core.loss_rows import LossRows, loss_rows
 from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
 from psrl.core.sample import IntArray
 
-from .loss_rows import LossRows, loss_rows
 from .problem import PlanningProblem, ProgramProblem
 
 

@@ -19,6 +19,7 @@ _NUM_PARTNERS = 12
 _KICKED_RANKS = (2, 2, 4, 1)
 _MAX_DESCENT_STEPS = 40
 _MIN_GAIN = 1e-4
+_MAX_FRUITLESS_STEPS = 600
 
 
 class _Moves(NamedTuple):
@@ -82,8 +83,17 @@ class LocalSearch:
                 return
 
     def iterate(self, goal_s: float, num_iterations: int) -> None:
-        """Iterated local search: disturb the heaviest rank and a few others, descend, compare."""
+        """Iterated local search: disturb the heaviest rank and a few others, descend, compare.
+
+        It ends early when many steps in a row have not lowered the heaviest rank.
+        """
+        lowest_s, since = self.worst_s, 0
         for iteration in range(num_iterations):
+            since += 1
+            if self.worst_s < lowest_s:
+                lowest_s, since = self.worst_s, 0
+            if since > _MAX_FRUITLESS_STEPS:
+                return
             order = np.argsort(self._load_s, kind="stable")
             if self._load_s[order[-1]] <= goal_s:
                 return

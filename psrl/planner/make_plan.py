@@ -1,63 +1,115 @@
 """From a problem and a policy's name to a checked plan with its predicted metrics."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
 from psrl.core.check_plan import check_plan
-from psrl.core.errors import ConfigError, suggest
+from psrl.core.errors import ConfigError, InfeasibleError, suggest
 from psrl.core.plan import Plan
 
 from .assemble import BuiltProgram
+from .bounds import Bound
+from .feasibility import smallest_changes
 from .policies import POLICIES
 from .problem import PlanningProblem, ProgramProblem
 
 
-def make_plan(problem: PlanningProblem, policy: str) -> Plan:
+def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Plan:
     """Decide one iteration by a named policy; the same input gives the same bytes.
+
+    Args:
+        advise: where nothing fits, find the smallest changes that would (takes several plans).
 
     Raises:
         ConfigError: if there is no such policy.
-        InfeasibleError: if the plan does not fit the device memory, with the numbers.
+        InfeasibleError: if the plan does not fit the device memory, with the numbers and the
+            smallest changes that would help.
     """
     if policy not in POLICIES:
         raise ConfigError(
             f"unknown policy {policy!r}.{suggest(policy, list(POLICIES))}",
             f"known policies: {', '.join(POLICIES)}",
         )
-    targets = list(problem.programs())
-    built = [POLICIES[policy](target).build() for target in targets]
+    decided = _decide(problem, policy)
     setup = problem.setup
     plan = Plan(
         trace_hash=problem.trace_hash,
         iteration=problem.iteration,
         policy=policy,
-        options=setup.planning.model_dump(),
+        options={
+            **setup.planning.model_dump(),
+            "bound": [d.bound.source for d in decided],
+        },
         model=setup.model,
         cluster=setup.cluster,
         parallel=setup.parallel,
-        programs=tuple(b.program for b in built),
-        predicted=_predicted(problem, targets, built),
+        programs=tuple(d.built.program for d in decided),
+        predicted=_predicted(problem, decided),
     )
-    check_plan(plan, problem.batch, setup.planning.memory_fraction)
+    try:
+        check_plan(plan, problem.batch, setup.planning.memory_fraction)
+    except InfeasibleError as error:
+        if not advise:
+            raise
+        raise InfeasibleError(
+            f"{_largest_need(problem, decided)}; first: {error.message}",
+            smallest_changes(
+                setup,
+                _peak_bytes(decided),
+                lambda changed: _peak_bytes(_decide(replace(problem, setup=changed), policy)),
+            ),
+        ) from None
     return plan
 
 
-def _predicted(
-    problem: PlanningProblem, targets: list[ProgramProblem], built: list[BuiltProgram]
-) -> dict[str, float]:
+class _Decided(NamedTuple):
+    """A program, what was built for it and what no plan can beat."""
+
+    target: ProgramProblem
+    built: BuiltProgram
+    bound: Bound
+
+
+def _decide(problem: PlanningProblem, policy: str) -> list[_Decided]:
+    drafts = [POLICIES[policy](target) for target in problem.programs()]
+    return [_Decided(d.layout.target, d.build(), d.bound) for d in drafts]
+
+
+def _peak_bytes(decided: list[_Decided]) -> int:
+    return max(r.peak_bytes for d in decided for r in d.built.ranks)
+
+
+def _largest_need(problem: PlanningProblem, decided: list[_Decided]) -> str:
+    """Which rank needs most memory, and how much more than there is."""
+    peaks = [[r.peak_bytes for r in d.built.ranks] for d in decided]
+    program = max(range(len(peaks)), key=lambda i: max(peaks[i]))
+    most, gib = max(peaks[program]), 2**30
+    limit = problem.memory_limit_bytes
+    return (
+        f"program {program}, rank {peaks[program].index(most)} needs {most / gib:.2f} GiB at its "
+        f"peak, {(most - limit) / gib:.2f} GiB more than the {limit / gib:.2f} GiB it may use"
+    )
+
+
+def _predicted(problem: PlanningProblem, decided: list[_Decided]) -> dict[str, float]:
     """Metrics of docs/metrics.md that the planner knows; times include all planned phases."""
-    pairs = list(zip(targets, built, strict=True))
-    makespan_s = sum(b.time_s + t.step_s for t, b in pairs)
-    lower_bound_s = sum(t.rank_cost_bound_s + t.step_s for t, b in pairs)
+    makespan_s = sum(d.built.time_s + d.target.step_s for d in decided)
+    lower_bound_s = sum(d.bound.cost_s + d.target.step_s for d in decided)
     worker_time_max_s = worker_time_min_s = 0.0
     by_phase: dict[str, float] = {}
     for phase in problem.phases:
-        running = [(t, b) for t, b in pairs if phase in t.phases]
-        worker_s = np.sum([[r.time_s for r in b.ranks] for _, b in running], axis=0)
+        running = [d for d in decided if phase in d.target.phases]
+        worker_s = np.sum([[r.time_s for r in d.built.ranks] for d in running], axis=0)
         worker_time_max_s += float(worker_s.max())
         worker_time_min_s += float(worker_s.min())
-        by_phase[f"{phase}_s"] = sum(max(r.time_s for r in b.ranks) + t.step_s for t, b in running)
-    unique_tokens = sum(t.tree.unique_tokens for t in targets)
+        slowest_s = (max(r.time_s for r in d.built.ranks) for d in running)
+        by_phase[f"{phase}_s"] = sum(slowest_s) + sum(d.target.step_s for d in running)
+    built = [d.built for d in decided]
+    unique_tokens = sum(d.target.tree.unique_tokens for d in decided)
     executed_tokens = sum(b.program.unique_tokens for b in built)
+    bound_s = sum(d.bound.cost_s for d in decided)
     return {
         "makespan_s": makespan_s,
         **by_phase,
@@ -65,15 +117,10 @@ def _predicted(
         "worker_time_min_s": worker_time_min_s,
         "lower_bound_s": lower_bound_s,
         "gap": makespan_s / lower_bound_s - 1.0 if lower_bound_s else 0.0,
-        "placement_gap": _placement_gap(pairs),
+        # Work of the slowest ranks over its lower bound, without pipeline and fixed costs.
+        "placement_gap": sum(b.work_s for b in built) / bound_s - 1.0 if bound_s else 0.0,
         "executed_tokens": float(executed_tokens),
         "duplicated_tokens": float(executed_tokens - unique_tokens),
         "num_micro_batches": float(sum(len(b.program.micro_batches) for b in built)),
-        "peak_memory_bytes": float(max(r.peak_bytes for b in built for r in b.ranks)),
+        "peak_memory_bytes": float(_peak_bytes(decided)),
     }
-
-
-def _placement_gap(pairs: list[tuple[ProgramProblem, BuiltProgram]]) -> float:
-    """Work of the slowest ranks over its lower bound, without pipeline and fixed costs."""
-    bound = sum(t.rank_cost_bound_s for t, _ in pairs)
-    return sum(b.work_s for _, b in pairs) / bound - 1.0 if bound else 0.0

@@ -11,6 +11,7 @@ import numpy as np
 from psrl.core.sample import IntArray
 
 from .assemble import BuiltProgram
+from .bounds import Bound
 from .layout import Layout
 from .placement_greedy import (
     first_fit_tries,
@@ -18,7 +19,9 @@ from .placement_greedy import (
     longest_prefix_ranks,
     unique_cost_ranks,
 )
-from .placement_tree import dfs_cut_leaves, two_level_leaves
+from .placement_optimal import optimal_ranks
+from .placement_riders import move_riders
+from .placement_tree import GAP_TOLERANCE, dfs_cut_leaves, two_level_leaves
 from .placement_verl import verl_micro_batches, verl_ranks
 from .problem import ProgramProblem
 from .rank_micro_batches import sample_sets, token_cuts, work_s
@@ -26,10 +29,21 @@ from .rank_micro_batches import sample_sets, token_cuts, work_s
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Samples on ranks, and how to make the rest when it is wanted."""
+    """Samples on ranks, and how to make the rest when it is wanted.
+
+    Attributes:
+        proven: a better bound than the program's own, if the policy found one.
+    """
 
     layout: Layout
     build: Callable[[], BuiltProgram]
+    proven: Bound | None = None
+
+    @property
+    def bound(self) -> Bound:
+        """The best proven lower bound on the work of the most loaded rank."""
+        known = self.layout.target.bound
+        return known if self.proven is None else max(known, self.proven)
 
 
 Policy = Callable[[ProgramProblem], Draft]
@@ -37,7 +51,7 @@ Policy = Callable[[ProgramProblem], Draft]
 
 def verl(target: ProgramProblem) -> Draft:
     """No sharing: veRL's balancing of samples over ranks and micro-batches."""
-    rank = verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
+    rank = _verl_place(target)
     layout = Layout(target, rank, np.arange(target.samples.num_samples))
     return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "dynamic"))
 
@@ -54,26 +68,23 @@ def vllm_ps(target: ProgramProblem) -> Draft:
 
 def sharing_agnostic(target: ProgramProblem) -> Draft:
     """veRL's ranks, our micro-batches and caching."""
-    rank = verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
-    return _with_our_cuts(target, rank)
+    return _with_our_cuts(target, _verl_place(target))
 
 
 def prefix_match_first(target: ProgramProblem) -> Draft:
     """Each group to the rank that holds its longest prefix, our micro-batches and caching."""
-    groups, num_ranks = target.samples.group_id, target.problem.num_ranks
-    rank = longest_prefix_ranks(target.tree, target.cost_tree, groups, num_ranks)
-    return _with_our_cuts(target, rank)
+    return _with_our_cuts(target, _prefix_place(target))
 
 
 def balance_first(target: ProgramProblem) -> Draft:
     """Each sample to the least loaded rank, our micro-batches and caching."""
-    return _with_our_cuts(target, unique_cost_ranks(target.cost_tree, target.problem.num_ranks))
+    return _with_our_cuts(target, _balanced_place(target))
 
 
 def first_fit(target: ProgramProblem) -> Draft:
     """AReaL's tries: whole groups to ranks, first-fit packing, sharing inside a micro-batch."""
     samples, num_ranks = target.samples, target.problem.num_ranks
-    rank = group_ranks(samples.group_id, samples.num_tokens, num_ranks)
+    rank = _group_place(target)
     sets = first_fit_tries(target.tree, rank, num_ranks, _max_tokens(target))
     share_key = np.empty(samples.num_samples, np.int64)
     for number, members in enumerate(trie for tries in sets for trie in tries):
@@ -84,8 +95,7 @@ def first_fit(target: ProgramProblem) -> Draft:
 
 def dfs_cut(target: ProgramProblem) -> Draft:
     """AReaL-DTA's contiguous depth-first cut over ranks, plain even cuts inside a rank."""
-    leaf_rank = dfs_cut_leaves(target.cost_tree, target.problem.num_ranks)
-    layout = _shared(target, leaf_rank[target.cost_tree.leaf_of_sample])
+    layout = _shared(target, _contiguous_place(target))
     return Draft(layout, lambda: token_cuts(layout, single_unit=True))
 
 
@@ -99,8 +109,29 @@ def psrl(target: ProgramProblem) -> Draft:
         planning.search_iterations,
         planning.seed,
     )
-    layout = _shared(target, leaf_rank[tree.leaf_of_sample])
+    goal_s = target.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
+    rank = move_riders(target, leaf_rank[tree.leaf_of_sample], goal_s)
+    layout = _shared(target, rank)
     return Draft(layout, lambda: _fastest(layout))
+
+
+def optimal(target: ProgramProblem) -> Draft:
+    """As `psrl`, with OR-Tools: proven best where there are few samples, else never worse."""
+    ours = psrl(target)
+    rank, proven = optimal_ranks(target, ours.layout.rank)
+    layout = _shared(target, rank)
+    if np.array_equal(rank, ours.layout.rank):
+        return Draft(layout, ours.build, proven)
+
+    def build() -> BuiltProgram:
+        return _fastest_of([token_cuts(layout), ours.build()])
+
+    return Draft(layout, build, proven)
+
+
+def _fastest_of(built: list[BuiltProgram]) -> BuiltProgram:
+    """The fastest that fits, the first of equals; if none fits, the last."""
+    return min((b for b in built if b.fits), key=lambda b: b.time_s, default=built[-1])
 
 
 def _fastest(layout: Layout) -> BuiltProgram:
@@ -110,11 +141,12 @@ def _fastest(layout: Layout) -> BuiltProgram:
     if ours.fits and nothing_to_share and ours.time_s <= 1.01 * target.rank_cost_bound_s:
         return ours
     rivals = []
-    for policy in POLICIES.values():
-        draft = policy(target) if policy is not psrl else None
-        # Work on the slowest rank is a lower bound on the time: most rivals are ruled out by it.
-        if draft is not None and (not ours.fits or work_s(draft.layout) < ours.time_s):
-            rivals.append(draft.build())
+    for place, policies in _RIVALS:
+        # Work on the slowest rank, with all possible sharing, is a lower bound on the time of
+        # all policies that place samples so: most are ruled out by it.
+        if not ours.fits or work_s(_shared(target, place(target))) < ours.time_s:
+            drafts = (policy(target) for policy in policies)
+            rivals += [d.build() for d in drafts if not ours.fits or work_s(d.layout) < ours.time_s]
     better = [r for r in rivals if r.fits and (not ours.fits or r.time_s < ours.time_s)]
     if better and ours.fits:
         # The fastest cuts may win where saving memory has cost a little time.
@@ -128,7 +160,7 @@ def _with_our_cuts(target: ProgramProblem, rank: IntArray) -> Draft:
 
 
 def _verl_with_cache(target: ProgramProblem, granularity_tokens: int) -> Draft:
-    rank = verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
+    rank = _verl_place(target)
     layout = Layout(target, rank, np.zeros(len(rank), np.int64), granularity_tokens)
     return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "everything"))
 
@@ -138,6 +170,29 @@ def _verl_sets(layout: Layout) -> list[list[IntArray]]:
     return verl_micro_batches(
         target.samples.num_tokens, layout.rank, target.problem.num_ranks, _max_tokens(target)
     )
+
+
+def _verl_place(target: ProgramProblem) -> IntArray:
+    return verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
+
+
+def _prefix_place(target: ProgramProblem) -> IntArray:
+    groups, num_ranks = target.samples.group_id, target.problem.num_ranks
+    return longest_prefix_ranks(target.tree, target.cost_tree, groups, num_ranks)
+
+
+def _balanced_place(target: ProgramProblem) -> IntArray:
+    return unique_cost_ranks(target.cost_tree, target.problem.num_ranks)
+
+
+def _group_place(target: ProgramProblem) -> IntArray:
+    samples = target.samples
+    return group_ranks(samples.group_id, samples.num_tokens, target.problem.num_ranks)
+
+
+def _contiguous_place(target: ProgramProblem) -> IntArray:
+    leaf_rank = dfs_cut_leaves(target.cost_tree, target.problem.num_ranks)
+    return leaf_rank[target.cost_tree.leaf_of_sample]
 
 
 def _shared(target: ProgramProblem, rank: IntArray) -> Layout:
@@ -158,4 +213,14 @@ POLICIES: dict[str, Policy] = {
     "first_fit": first_fit,
     "dfs_cut": dfs_cut,
     "psrl": psrl,
+    "optimal": optimal,
 }
+
+# Samples to ranks, and the policies that place them so.
+_RIVALS: tuple[tuple[Callable[[ProgramProblem], IntArray], tuple[Policy, ...]], ...] = (
+    (_verl_place, (verl, sglang_ps, vllm_ps, sharing_agnostic)),
+    (_prefix_place, (prefix_match_first,)),
+    (_balanced_place, (balance_first,)),
+    (_group_place, (first_fit,)),
+    (_contiguous_place, (dfs_cut,)),
+)

@@ -1,24 +1,29 @@
 """What a policy decides on: the samples of an iteration, the set-up, and what may be shared."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from psrl.core.config import Setup
 from psrl.core.cost_model import MemoryModel, RooflineCostModel
 from psrl.core.errors import ConfigError, suggest
+from psrl.core.loss_rows import LossRows, loss_rows
 from psrl.core.metrics import PHASES
 from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
 from psrl.core.sample import IntArray, SampleBatch
 
-from .bounds import rank_cost_bound
+from .bounds import Bound, rank_cost_bound
 from .cost_tree import CostTree, UnitCosts, build_cost_tree
-from .loss_rows import LossRows, loss_rows
+from .group_bound import raise_by_groups
+from .set_costs import SetCosts, sample_set_costs
+from .subset_search import MAX_ITEMS, lowest_maximum
 
 # Amount at which a cost model's fixed parts (launches, latencies) have vanished beside the slope.
 _LARGE = 1e9
+# More items than this are too many for one model of OR-Tools.
+MAX_SOLVER_ITEMS = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +79,22 @@ class PlanningProblem:
         """What a micro-batch keeps for its backward unless a policy chooses otherwise."""
         return "recompute" if self.setup.parallel.recompute == "full" else "keep"
 
-    def programs(self) -> Iterator["ProgramProblem"]:
+    def programs(self) -> tuple["ProgramProblem", ...]:
         """Sample sets that may share: the whole batch forward-only, then one per mini-batch."""
+        return self._programs
+
+    @cached_property
+    def _programs(self) -> tuple["ProgramProblem", ...]:
         forward_only = tuple(p for p in PHASES if p in self.phases and p != "update")
+        found = []
         if forward_only:
             everything = np.arange(self.batch.num_samples)
-            yield ProgramProblem(self, forward_only, False, -1, everything)
+            found.append(ProgramProblem(self, forward_only, False, -1, everything))
         if "update" in self.phases:
             for mini_batch in np.unique(self.batch.mini_batch).tolist():
                 members = np.flatnonzero(self.batch.mini_batch == mini_batch)
-                yield ProgramProblem(self, ("update",), True, mini_batch, members)
+                found.append(ProgramProblem(self, ("update",), True, mini_batch, members))
+        return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +145,51 @@ class ProgramProblem:
         return build_cost_tree(self.tree, self.loss_rows, self.unit_costs)
 
     @cached_property
+    def bound(self) -> Bound:
+        """No placement gives every rank less work than this, all phases together.
+
+        The best that takes little time: all placements are compared where there are few.
+        """
+        num_ranks = self.problem.num_ranks
+        bound = rank_cost_bound(self.cost_tree, num_ranks)
+        if num_ranks == 1:
+            return bound
+        if self.least_set_costs is not None and self.least_set_costs.num_items <= MAX_ITEMS:
+            lowest_s = lowest_maximum(self.least_set_costs, num_ranks) * (1.0 - 1e-9)
+            return max(bound, Bound(lowest_s, "all placements"))
+        raised_s = raise_by_groups(self.cost_tree, num_ranks, bound.cost_s)
+        return max(bound, Bound(raised_s, "configurations of groups"))
+
+    @property
     def rank_cost_bound_s(self) -> float:
-        """No placement gives every rank less work than this, all phases together."""
-        return rank_cost_bound(self.cost_tree, self.problem.num_ranks)
+        return self.bound.cost_s
+
+    @cached_property
+    def item_of_sample(self) -> IntArray:
+        """[S] what small problems place: each sample, or with many samples each leaf."""
+        samples = np.arange(self.samples.num_samples)
+        return samples if len(samples) <= MAX_ITEMS else self.cost_tree.leaf_of_sample
+
+    @cached_property
+    def set_costs(self) -> SetCosts | None:
+        """What a rank pays for the samples of some items; None if there are many items."""
+        return self._set_costs(np.full(self.samples.num_samples, True))
+
+    @cached_property
+    def least_set_costs(self) -> SetCosts | None:
+        """The same, but only what no placement of the samples can avoid."""
+        # Of the samples that ride with a leaf, the longest is the one that makes it one.
+        by_depth = np.argsort(-self.tree.end_depth[self.tree.sample_node], kind="stable")
+        _, first = np.unique(self.item_of_sample[by_depth], return_index=True)
+        makes_the_item = np.full(len(by_depth), False)
+        makes_the_item[by_depth[first]] = True
+        return self._set_costs(makes_the_item)
+
+    def _set_costs(self, counts_rows: npt.NDArray[np.bool_]) -> SetCosts | None:
+        if int(self.item_of_sample.max(initial=0)) >= MAX_SOLVER_ITEMS:
+            return None
+        item = self.item_of_sample
+        return sample_set_costs(self.tree, self.loss_rows, self.unit_costs, item, counts_rows)
 
     @cached_property
     def step_s(self) -> float:

@@ -17,7 +17,7 @@ from psrl.core.sample import FloatArray, IntArray
 from .layout import Layout, Pieces
 
 # A cut moves to the end of a node if that is within this share of a micro-batch's cost.
-_SNAP = 0.02
+_SNAP = 0.01
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,15 @@
 """Replay a plan op by op in simulated time and memory."""
 
 from .breakdown import sharing_bounds, speedup_factors
-from .engine import simulate
+from .engine import Progress, simulate
 from .memory import OutOfMemory, out_of_memory
+from .options import SimOptions, chosen_engine
 
 __all__ = [
     "OutOfMemory",
+    "Progress",
+    "SimOptions",
+    "chosen_engine",
     "out_of_memory",
     "sharing_bounds",
     "simulate",

@@ -1,28 +1,37 @@
-"""Replay a plan: every phase is one SimPy run of all ranks and stages."""
+"""Replay a plan: every phase is one run of all ranks and stages, on SimPy or vectorised."""
 
-from collections import defaultdict
 from collections.abc import Callable, Generator
-from dataclasses import fields, replace
-from itertools import count
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 from simpy import Environment, Event
 
 from psrl.core.cost_model import CostModel, RooflineCostModel
 from psrl.core.errors import PlanError
-from psrl.core.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, Events
-from psrl.core.memory import MemoryState
+from psrl.core.events import Events
 from psrl.core.metrics import PHASES
 from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch
 
-from .stage import Meeting, StageWorker, pipeline_workers
-from .work import StageWork, program_work
+from .assemble_events import phase_events
+from .options import SimOptions, chosen_engine
+from .reduction import Reduction
+from .stage import Port, ReductionMeeting, SharedPorts, StageWorker, pipeline_workers
+from .vectorised import ProgramTimes, replay
+from .work import ProgramWork, phase_work
 
-Progress = Callable[[int, int], None]
-"""Called with the number of finished and of all (program, rank, stage) runs."""
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a simulation is: ops of the phase that ran, of all, and the time reached in it."""
+
+    phase: str
+    finished_ops: int
+    total_ops: int
+    simulated_s: float
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def simulate(
@@ -31,41 +40,60 @@ def simulate(
     cost_model: CostModel | None = None,
     *,
     phases: tuple[str, ...] | None = None,
-    progress: Progress | None = None,
+    options: SimOptions | None = None,
+    progress: OnProgress | None = None,
 ) -> Events:
     """Run a plan op by op in simulated time and memory.
 
     Times of a phase count from its own start. Tensor-parallel ranks do the same and are simulated
-    once; phases that run the same programs take the same time and are simulated once too. Running
-    out of device memory is no error but a result: see `out_of_memory`.
+    once, and so are data-parallel ranks that do exactly the same; phases that run the same
+    programs take the same time and are simulated once too. Running out of device memory is no
+    error but a result: see `out_of_memory`.
 
     Args:
         plan: a plan that passes `check_plan`.
         batch: the iteration of the trace that it was made for.
         cost_model: durations; None for the roofline of the plan's model, cluster and layout.
         phases: phases to run; None for all that the plan's programs name.
-        progress: told about finished work.
+        options: engine, slow ranks, shared network ports, overlap; `chosen_engine` says which
+            engine runs.
+        progress: told about finished ops.
 
     Raises:
         PlanError: if a phase has no program, the op lists deadlock, or a cached block is used
             while it is not alive.
+        ConfigError: if the options contradict each other or the plan's layout.
     """
+    options = options or SimOptions()
     costs = cost_model or RooflineCostModel(plan.model, plan.cluster, plan.parallel)
+    engine = chosen_engine(plan, options)
     programs_of = {phase: _program_indices(plan, phase) for phase in _chosen(plan, phases)}
-    distinct = dict.fromkeys(programs_of.values())
-    num_workers = plan.num_ranks * plan.parallel.pipeline_model_parallel_size
-    total, finished = sum(len(run) for run in distinct) * num_workers, count(1)
-
-    def on_finish() -> None:
-        if progress is not None:
-            progress(next(finished), total)
-
-    runs = {indices: _run_programs(plan, indices, batch, costs, on_finish) for indices in distinct}
-    parts = [
-        replace(runs[indices], phase=np.full(len(runs[indices]), phase))
-        for phase, indices in programs_of.items()
-    ]
+    runs: dict[tuple[int, ...], Events] = {}
+    parts = []
+    for phase, indices in programs_of.items():
+        if indices not in runs:
+            works, twin = phase_work(plan, indices, batch, costs, options)
+            on_ops = _reporter(phase, works, progress)
+            reduction = Reduction.of(plan, costs, options)
+            run = _run_vectorised if engine == "vectorised" else _run_simpy
+            times = run(plan, works, reduction, options, on_ops)
+            runs[indices] = phase_events(works, times, twin)
+        parts.append(replace(runs[indices], phase=np.full(len(runs[indices]), phase)))
     return _concatenate(parts)
+
+
+def _reporter(
+    phase: str, works: list[ProgramWork], progress: OnProgress | None
+) -> Callable[[int, float], None]:
+    finished, total = 0, sum(work.num_ops for work in works)
+
+    def on_ops(num_ops: int, simulated_s: float) -> None:
+        nonlocal finished
+        finished += num_ops
+        if progress is not None and num_ops:
+            progress(Progress(phase, finished, total, simulated_s))
+
+    return on_ops
 
 
 def _chosen(plan: Plan, phases: tuple[str, ...] | None) -> list[str]:
@@ -85,74 +113,76 @@ def _program_indices(plan: Plan, phase: str) -> tuple[int, ...]:
     return tuple(i for i, program in enumerate(plan.programs) if phase in program.phases)
 
 
-def _run_programs(
+def _run_vectorised(
     plan: Plan,
-    indices: tuple[int, ...],
-    batch: SampleBatch,
-    costs: CostModel,
-    on_finish: Callable[[], None],
-) -> Events:
-    """Events of one phase that runs the given programs, without the phase's name."""
-    works: dict[tuple[int, int], list[StageWork]] = defaultdict(list)
-    for index in indices:
-        for rank, stage, work in program_work(plan, index, batch, costs):
-            works[rank, stage].append(work)
-    env = Environment()
-    meeting = Meeting(env, len(works))
+    works: list[ProgramWork],
+    reduction: Reduction,
+    options: SimOptions,
+    on_ops: Callable[[int, float], None],
+) -> list[ProgramTimes]:
     num_stages = plan.parallel.pipeline_model_parallel_size
-    workers = [
-        worker
-        for rank in range(plan.num_ranks)
-        for worker in pipeline_workers(env, rank, num_stages, meeting)
-    ]
-    meeting_s = costs.gradient_reduction_s(), costs.optimizer_step_s()
+    times = replay(works, num_stages, reduction, plan.parallel.coupled_ranks, on_ops)
+    stuck = [(stage, works[0].ranks[rank]) for t in times for rank, stage in t.stuck]
+    _check_finished(
+        len(stuck), num_stages * len(works[0].ranks), min(stuck, key=lambda w: w[::-1], default=())
+    )
+    return times
 
-    def run_all(worker: StageWorker) -> Generator[Event, None, None]:
-        for work in works[worker.rank, worker.stage]:
-            yield from worker.run(work, meeting_s)
-            on_finish()
+
+def _run_simpy(
+    plan: Plan,
+    works: list[ProgramWork],
+    reduction: Reduction,
+    options: SimOptions,
+    on_ops: Callable[[int, float], None],
+) -> list[ProgramTimes]:
+    env = Environment()
+    num_stages, num_ranks = plan.parallel.pipeline_model_parallel_size, len(works[0].ranks)
+    meeting = ReductionMeeting(env, num_stages, num_ranks, reduction)
+
+    def own_port(rank: int, stage: int, target: int) -> tuple[Port | None, int]:
+        return None, 1
+
+    port_of = own_port
+    if options.nics_per_host is not None:
+        port_of = SharedPorts(plan, options.nics_per_host).port_of
+    coupled_ranks = plan.parallel.coupled_ranks
+    workers = pipeline_workers(env, num_stages, num_ranks, meeting, coupled_ranks, port_of)
+
+    def run_all(worker: StageWorker) -> Generator[Event, float, None]:
+        for work in works:
+            yield from worker.run(work)
+            on_ops(len(worker.end_s[-1]), env.now)
 
     processes = [env.process(run_all(worker)) for worker in workers]
     env.run()
     stuck = [w for w, p in zip(workers, processes, strict=True) if p.is_alive]
-    if stuck:
+    first = (stuck[0].stage, works[0].ranks[stuck[0].rank]) if stuck else ()
+    _check_finished(len(stuck), len(workers), first)
+    return [_times_of(works, i, workers) for i, _ in enumerate(works)]
+
+
+def _check_finished(num_stuck: int, num_workers: int, first: tuple[int, ...]) -> None:
+    if num_stuck:
         raise PlanError(
-            f"{len(stuck)} of {len(workers)} pipeline stages wait forever, the first is stage "
-            f"{stuck[0].stage} of rank {stuck[0].rank}",
+            f"{num_stuck} of {num_workers} pipeline stages wait forever, the first is stage "
+            f"{first[0]} of rank {first[1]}",
             "check_plan says which rule the plan breaks",
         )
-    return _concatenate(
-        [_stage_events(worker, works[worker.rank, worker.stage]) for worker in workers]
-    )
 
 
-def _stage_events(worker: StageWorker, works: list[StageWork]) -> Events:
-    """What a worker's programs did, with the times at which it did so."""
-    parts = [_work_rows(work) for work in works]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    total = len(columns["program"])
-    return Events(
-        phase=np.full(total, ""),
-        rank=np.full(total, worker.rank),
-        stage=np.full(total, worker.stage),
-        start_s=np.array(worker.start_s, np.float64),
-        end_s=np.array(worker.end_s, np.float64),
-        **columns,
-    )
-
-
-def _work_rows(work: StageWork) -> dict[str, npt.NDArray[Any]]:
-    """Columns of `Events` that are known before the work runs."""
-    last = [GRADIENT_REDUCTION, OPTIMIZER_STEP] if work.is_update else []
-    rows = [*range(len(work.op)), *(len(work.op) for _ in last)]
-    memory = work.memory[rows]
-    return {
-        "program": np.full(len(rows), work.program),
-        "op": np.array([*work.op, *last], np.str_),
-        "micro_batch": np.array([*work.micro_batch, *(-1 for _ in last)], np.int64),
-        "num_tokens": np.array([*work.num_tokens, *(0 for _ in last)], np.int64),
-        **{name: memory[:, i] for i, name in enumerate(MemoryState._fields)},
-    }
+def _times_of(works: list[ProgramWork], index: int, workers: list[StageWorker]) -> ProgramTimes:
+    """Times of one program."""
+    work = works[index]
+    start_s, end_s = np.empty(work.kind.shape), np.empty(work.kind.shape)
+    for worker in workers:
+        mine = slice(work.first_op[worker.rank], work.first_op[worker.rank + 1])
+        start_s[worker.stage, mine] = worker.start_s[index]
+        end_s[worker.stage, mine] = worker.end_s[index]
+    if not work.is_update:
+        return ProgramTimes(start_s, end_s, None)
+    updates_before = sum(w.is_update for w in works[:index])
+    return ProgramTimes(start_s, end_s, workers[0].reduced_s[updates_before])
 
 
 def _concatenate(parts: list[Events]) -> Events:

@@ -119,7 +119,7 @@ def test_executed_plans_agree_and_the_check_can_fail(
     assert {"loss", "gradients", "logprob"} <= {row["quantity"] for row in differences}
     assert all(row["largest_relative_difference"] <= 5e-6 for row in differences)
     executed = run / "executed"
-    assert main(["verify", str(executed / "psrl"), str(executed / "verl")]) == ExitCode.OK
+    run_json(capsys, "verify", executed / "psrl", executed / "verl")
     other = tmp_path / "other"
     plan = run / "policies" / "psrl" / "plan"
     run_json(

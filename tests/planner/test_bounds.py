@@ -86,6 +86,6 @@ def test_a_prompt_that_no_rank_can_avoid_is_counted_on_each() -> None:
 
 def test_refutation_is_monotone_enough_to_bisect() -> None:
     target = update_of(nasty_batch(11, 12), make_setup(3))
-    bound = rank_cost_bound(target.cost_tree, 3)
+    bound = rank_cost_bound(target.cost_tree, 3).cost_s
     assert not is_refuted(target.cost_tree, 3, target.cost_tree.total_s)
     assert not is_refuted(target.cost_tree, 3, bound * 1.001)

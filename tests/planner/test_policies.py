@@ -20,7 +20,7 @@ from tests.planner.cases import make_setup, nasty_batch, problem_of, update_of, 
     recompute=st.sampled_from(["none", "full"]),
     name=st.sampled_from(sorted(POLICIES)),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_plans_of_random_batches_are_valid_and_not_below_the_bound(
     seed: int,
     num_samples: int,
@@ -60,7 +60,8 @@ def test_a_batch_without_tokens_has_an_empty_plan(name: str) -> None:
 def test_psrl_is_never_slower_than_another_policy(shape: str, num_stages: int) -> None:
     batch = workloads()[shape]
     problem = problem_of(batch, make_setup(4, num_stages, max_tokens=1024))
-    makespan_s = {name: make_plan(problem, name).predicted["makespan_s"] for name in POLICIES}
+    others = [name for name in POLICIES if name != "optimal"]
+    makespan_s = {name: make_plan(problem, name).predicted["makespan_s"] for name in others}
     # Without any sharing the search stops within one percent of the bound.
     allowed = 1.01 if shape == "singletons" else 1.0
     assert makespan_s["psrl"] <= min(makespan_s.values()) * allowed * (1.0 + 1e-12)

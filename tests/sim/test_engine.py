@@ -1,12 +1,15 @@
 """Times of simulated phases against closed forms and hand-computed examples."""
 
+import numpy as np
 import pytest
 
 from psrl.core.errors import PlanError
 from psrl.core.events import Events
 from psrl.core.metrics import run_metrics
-from psrl.core.schedule import Op
-from psrl.sim import simulate, work
+from psrl.core.sample import IntArray
+from psrl.sim import Progress, SimOptions, simulate, work
+from psrl.sim.op_order import OpTable
+from psrl.sim.options import Engine
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
 
@@ -170,20 +173,34 @@ def test_a_phase_without_program_is_refused(phases: tuple[str, ...]) -> None:
         simulate(plan, batch, phases=phases)
 
 
-def test_an_op_list_that_waits_forever_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_stage_0(ops: list[Op], num_stages: int, stage: int) -> list[Op]:
-        return ops if stage else []
+@pytest.mark.parametrize("engine", ["simpy", "vectorised"])
+def test_an_op_list_that_waits_forever_is_reported(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    def backward_first(ops: OpTable, is_update: bool, num_stages: int, stage: int) -> IntArray:
+        return np.arange(len(ops.kind)) if stage else np.arange(len(ops.kind))[::-1]
 
-    monkeypatch.setattr(work, "stage_ops", forget_stage_0)
+    monkeypatch.setattr(work, "stage_order", backward_first)
     batch = chains_batch([4])
-    plan = make_plan([chains_program(batch, [[0]], is_update=False)], num_stages=2)
-    with pytest.raises(PlanError, match=r"1 of 2 pipeline stages wait forever.*stage 1 of rank 0"):
-        simulate(plan, batch)
+    plan = make_plan([chains_program(batch, [[0], []])], num_ranks=2, num_stages=2)
+    with pytest.raises(PlanError, match=r"of 4 pipeline stages wait forever.*stage 0 of rank 0"):
+        simulate(plan, batch, options=SimOptions(engine=engine))
 
 
-def test_progress_counts_every_distinct_run() -> None:
+@pytest.mark.parametrize("engine", ["simpy", "vectorised"])
+def test_progress_counts_every_op_of_a_phase(engine: Engine) -> None:
     plan, batch = random_plan(2, num_ranks=2, num_stages=2)
-    calls: list[tuple[int, int]] = []
-    simulate(plan, batch, progress=lambda done, total: calls.append((done, total)))
-    # One forward-only program for two phases and two update programs, on 2 * 2 workers.
-    assert calls == [(i + 1, 12) for i in range(12)]
+    calls: list[Progress] = []
+    simulate(plan, batch, options=SimOptions(engine=engine), progress=calls.append)
+    # log_old_prob and reference run the same program and are simulated once.
+    assert list(dict.fromkeys(call.phase for call in calls)) == ["log_old_prob", "update"]
+    for phase in ("log_old_prob", "update"):
+        mine = [call for call in calls if call.phase == phase]
+        finished = [call.finished_ops for call in mine]
+        assert finished == sorted(finished)
+        assert (
+            finished[-1]
+            == mine[-1].total_ops
+            == 2 * sum(len(p.schedule) for p in plan.phase_programs(phase))
+        )
+        assert max(call.simulated_s for call in mine) > 0

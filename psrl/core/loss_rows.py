@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from psrl.core.prefix_tree import PrefixTree
-from psrl.core.sample import IntArray, SampleBatch
+from .prefix_tree import PrefixTree
+from .sample import IntArray, SampleBatch
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class LossRows:
         """Distinct rows of the samples whose entry in `chosen` [S] is true."""
         mine = chosen[self.sample]
         return union_of(self.start[mine], self.end[mine])
+
+    def num_edges(self, chosen: npt.NDArray[np.bool_]) -> int:
+        """Trained tokens of the chosen samples: a row counts once for each."""
+        return int((self.end - self.start)[chosen[self.sample]].sum())
 
 
 @dataclass(frozen=True)

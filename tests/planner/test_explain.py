@@ -1,0 +1,100 @@
+"""Explanations add up, the critical path is the predicted time, and searched layouts are valid."""
+
+import pytest
+
+from psrl.core.errors import InfeasibleError
+from psrl.core.schedule import Op, pipeline_timing, stage_ops
+from psrl.planner import (
+    explain,
+    format_choices,
+    format_explanation,
+    make_plan,
+    search_layouts,
+)
+from psrl.planner.critical_path import StageOp, critical_path
+from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_add_up_to_what_the_plan_predicts(num_stages: int) -> None:
+    batch = workloads()["one_group"]
+    plan = make_plan(problem_of(batch, make_setup(4, num_stages, max_tokens=512)), "psrl")
+    reports = explain(plan, batch)
+    ranks = [r for report in reports for r in report.ranks]
+    assert sum(r.duplicated_tokens for r in ranks) == pytest.approx(
+        plan.predicted["duplicated_tokens"]
+    )
+    assert max(r.peak_bytes for r in ranks) == plan.predicted["peak_memory_bytes"]
+    assert sum(r.num_tokens for r in ranks) == plan.predicted["executed_tokens"]
+    # The longest path ignores full send queues, so it may be a little shorter.
+    slowest_s = sum(report.slowest.time_s for report in reports)
+    assert 0.98 * plan.predicted["worker_time_max_s"] <= slowest_s
+    assert slowest_s <= plan.predicted["worker_time_max_s"] * (1.0 + 1e-9)
+    text = format_explanation(plan, reports)
+    assert reports[0].bound_source in text
+    assert f"{ranks[0].num_tokens:,}" in text
+    assert reports[0].as_json()["ranks"][0]["num_tokens"] == ranks[0].num_tokens
+
+
+def test_the_critical_path_of_a_pipeline_is_its_makespan() -> None:
+    ops = [Op("forward", 0), Op("forward", 1), Op("backward", 0), Op("backward", 1)]
+    lists = [stage_ops(ops, 2, stage) for stage in range(2)]
+
+    def duration_s(stage: int, op: Op) -> float:
+        return (1.0 if op.kind == "forward" else 2.0) + 0.5 * stage + 0.1 * op.micro_batch
+
+    path = critical_path(lists, duration_s, lambda m: 0.25)
+    timing = pipeline_timing(lists, duration_s, lambda m: 0.25)
+    assert timing is not None
+    assert path.time_s == pytest.approx(timing.makespan_s)
+    assert path.steps[0] == StageOp(0, Op("forward", 0))
+    assert path.steps[-1] == StageOp(0, Op("backward", 1))
+    assert path.message_s == pytest.approx(0.5)
+    assert critical_path([[], []], duration_s, lambda m: 0.25).time_s == 0.0
+
+
+def test_searched_layouts_use_all_devices_and_the_front_is_not_beaten() -> None:
+    problem = problem_of(nasty_batch(3, 6), make_setup(2, 2, max_tokens=16), ("update",))
+    choices = search_layouts(problem, "psrl")
+    sizes = set()
+    for choice in choices:
+        p = choice.setup.parallel
+        assert p.world_size == 4
+        sizes.add((p.tensor_model_parallel_size, p.pipeline_model_parallel_size))
+    # The model has 2 groups of keys and 4 layers.
+    assert sizes == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}
+    planned = [c for c in choices if not c.reason]
+    front = [c for c in planned if c.on_front]
+    assert planned[0] is choices[0] is front[0]
+    for choice in planned:
+        beaten = any(
+            o.time_s <= choice.time_s
+            and o.peak_bytes <= choice.peak_bytes
+            and (o.time_s, o.peak_bytes) != (choice.time_s, choice.peak_bytes)
+            for o in planned
+        )
+        assert not (choice.on_front and beaten)
+        assert (
+            choice.on_front
+            or beaten
+            or any((o.time_s, o.peak_bytes) == (choice.time_s, choice.peak_bytes) for o in front)
+        )
+    assert len(format_choices(choices).splitlines()) == len(choices) + 1
+
+
+def test_the_advice_of_an_infeasible_plan_is_true() -> None:
+    batch = workloads()["long_path"]
+    setup = make_setup(2, max_tokens=4096)
+    roomy = make_plan(problem_of(batch, setup, ("update",)), "verl")
+    tight = int(0.9 * roomy.predicted["peak_memory_bytes"] / 0.9)
+    device = setup.cluster.device.model_copy(update={"memory_bytes": tight})
+    cluster = setup.cluster.model_copy(update={"device": device})
+    small = setup.model_copy(update={"cluster": cluster})
+    with pytest.raises(InfeasibleError, match=r"rank \d needs .* GiB more than") as caught:
+        make_plan(problem_of(batch, small, ("update",)), "verl")
+    hint = caught.value.hint
+    assert "set parallel.recompute to full" in hint
+    parallel = small.parallel.model_copy(update={"recompute": "full"})
+    make_plan(
+        problem_of(batch, small.model_copy(update={"parallel": parallel}), ("update",)), "verl"
+    )
