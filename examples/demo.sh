@@ -21,7 +21,7 @@ echo "3. Execute on this CPU: a slice of the trace, a small Qwen2.5, two process
 rm -rf "$runs/demo-slice"
 psrl trace slice "$trace" --out "$runs/demo-slice" --groups 2 --trajectories 2 --steps 6
 psrl compare --trace "$runs/demo-slice" --cluster examples/clusters/2cpu.toml \
-    --policies verl psrl --execute verl psrl --run-dir "$runs/demo-cpu" --if-exists overwrite
+    --policies verl psrl --execute verl psrl --warmup 1 --run-dir "$runs/demo-cpu" --if-exists overwrite
 
 echo
 echo "Open $runs/demo/report.html and $runs/demo-cpu/report.html"

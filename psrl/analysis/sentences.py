@@ -131,6 +131,17 @@ def balance_sentence(comparison: Comparison) -> str:
 def certainty_sentence(comparison: Comparison, predicted: pd.DataFrame) -> str:
     """What stands behind the times: executed runs, or nothing but a data sheet."""
     device = comparison.setup.cluster.device.name
+    calibration = comparison.setup.calibration
+    if predicted.empty and calibration is not None:
+        stated = "; ".join(
+            f"{row.group} {number(row.mean_percent)} %"
+            for row in calibration.errors
+            if row.headline
+        )
+        return (
+            f"These times are predictions of a calibration ({', '.join(calibration.sources)}); its "
+            f"mean error on measurements held out is: {stated or 'not stated'}."
+        )
     if predicted.empty:
         return (
             "These times are predictions of a roofline model (data-sheet peaks of the "
@@ -208,6 +219,12 @@ def assumptions(comparison: Comparison) -> list[str]:
     setup = comparison.setup
     device, cluster, planning = setup.cluster.device, setup.cluster, setup.planning
     bandwidth = (cluster.intra_host_bytes_per_s / 1e9, cluster.inter_host_bytes_per_s / 1e9)
+    if setup.calibration is not None:
+        return [
+            f"Calibrated coefficients on {device.name}: {', '.join(setup.calibration.sources)}.",
+            f"A micro-batch computes at most {planning.max_tokens_per_micro_batch:,} tokens; plans "
+            f"may use {percent(planning.memory_fraction)} of the device memory.",
+        ]
     return [
         f"{device.name}: {number(device.peak_flops_per_s / 1e12)} TFLOP/s dense, "
         f"{percent(device.gemm_efficiency)} of it reached by matrix products and "

@@ -10,6 +10,7 @@ import tyro
 from psrl import __version__
 from psrl.core.errors import ExitCode, PsrlError
 
+from .calibrate_command import Calibrate
 from .compare_command import Compare
 from .doctor_command import Doctor
 from .execute_commands import Execute, Verify
@@ -44,6 +45,7 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     | Annotated[Execute, tyro.conf.subcommand("execute", prefix_name=False)]
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate", prefix_name=False)]
     | Annotated[Doctor, tyro.conf.subcommand("doctor", prefix_name=False)]
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .calibration import Calibration, Coefficients, load_calibration
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig
-from .cost_model import Amount, RooflineCostModel
+from .cost_model import Amount, CostModel, RooflineCostModel
 from .layer_time import LayerShape, LayerTime
 from .plan import Plan
 
@@ -237,6 +237,18 @@ class CalibratedCostModel:
             for name in ("num_tokens", "pairs")
         )
         return self.domain_warnings(tokens, pairs)
+
+
+def choose_cost_model(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    parallel: ParallelConfig,
+    calibration: Calibration | None,
+) -> CostModel:
+    """The calibrated cost model, or the roofline where nothing was measured."""
+    if calibration is None:
+        return RooflineCostModel(model, cluster, parallel)
+    return CalibratedCostModel(model, cluster, parallel, calibration)
 
 
 def gradient_reduction_s(

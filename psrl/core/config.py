@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from .calibration import Calibration, load_calibration
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig, Spec, check_layout
 from .errors import ConfigError, suggest
 from .presets import DEVICES, MODELS
@@ -40,6 +41,9 @@ class Setup(Spec):
     cluster: ClusterSpec
     parallel: ParallelConfig
     planning: PlanningConfig = PlanningConfig()
+    calibration: Calibration | None = Field(
+        default=None, description="file of `psrl calibrate`, relative to this one; else a roofline"
+    )
 
 
 def load_setup(path: Path, overrides: tuple[str, ...] = ()) -> Setup:
@@ -66,6 +70,8 @@ def load_setup(path: Path, overrides: tuple[str, ...] = ()) -> Setup:
     cluster = raw.get("cluster")
     if isinstance(cluster, dict) and "device" in cluster:
         cluster["device"] = _with_preset(cluster["device"], DEVICES, f"{path}: cluster.device")
+    if isinstance(raw.get("calibration"), str):
+        raw["calibration"] = load_calibration(path.parent / raw["calibration"])
     setup = parse(Setup, raw, str(path))
     check_layout(setup.model, setup.cluster, setup.parallel)
     return setup

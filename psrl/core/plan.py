@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .calibration import Calibration
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig
 from .errors import PlanError
 from .prefix_tree import PrefixTree, build_prefix_tree
@@ -199,6 +200,7 @@ class Plan:
         trace_hash: content hash of the trace; `iteration` is the index inside it.
         policy: name of the scheduling policy; `options` its parameters.
         predicted: metrics predicted by the planner (docs/metrics.md names them).
+        calibration: of the cost model that times were predicted with; None for the roofline.
     """
 
     trace_hash: str
@@ -210,6 +212,7 @@ class Plan:
     parallel: ParallelConfig
     programs: tuple[Program, ...]
     predicted: dict[str, float] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -248,6 +251,7 @@ class Plan:
             "cluster": self.cluster.model_dump(),
             "parallel": self.parallel.model_dump(),
             "predicted": self.predicted,
+            "calibration": self.calibration and self.calibration.model_dump(mode="json"),
             "programs": [
                 {
                     "phases": list(p.phases),
@@ -320,12 +324,17 @@ class Plan:
                 parallel=ParallelConfig.model_validate(header["parallel"]),
                 programs=programs,
                 predicted=header["predicted"],
+                calibration=_calibration(header["calibration"]),
             )
         except (KeyError, OSError, TypeError, ValueError, pa.ArrowException) as error:
             raise PlanError(
                 f"{directory}: damaged plan ({type(error).__name__}: {error})",
                 "make the plan again with `psrl plan`",
             ) from error
+
+
+def _calibration(raw: Any) -> Calibration | None:
+    return None if raw is None else Calibration.model_validate_json(json.dumps(raw))
 
 
 def _read_programs(path: Path, table_class: type[T], num_programs: int) -> list[T]:

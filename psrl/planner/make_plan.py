@@ -47,6 +47,7 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
         parallel=setup.parallel,
         programs=tuple(d.built.program for d in decided),
         predicted=_predicted(problem, decided),
+        calibration=setup.calibration,
     )
     try:
         check_plan(plan, problem.batch, setup.planning.memory_fraction)

@@ -6,8 +6,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from psrl.core.calibrated_cost_model import choose_cost_model
 from psrl.core.config import Setup
-from psrl.core.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.cost_model import CostModel, MemoryModel
 from psrl.core.errors import ConfigError, suggest
 from psrl.core.loss_rows import LossRows, loss_rows
 from psrl.core.metrics import PHASES
@@ -54,8 +55,9 @@ class PlanningProblem:
             raise ConfigError("no phase to plan", f"choose some of {', '.join(PHASES)}")
 
     @cached_property
-    def cost_model(self) -> RooflineCostModel:
-        return RooflineCostModel(self.setup.model, self.setup.cluster, self.setup.parallel)
+    def cost_model(self) -> CostModel:
+        setup = self.setup
+        return choose_cost_model(setup.model, setup.cluster, setup.parallel, setup.calibration)
 
     @cached_property
     def memory_model(self) -> MemoryModel:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from simpy import Environment, Event
 
-from psrl.core.cost_model import CostModel, RooflineCostModel
+from psrl.core.calibrated_cost_model import choose_cost_model
+from psrl.core.cost_model import CostModel
 from psrl.core.errors import PlanError
 from psrl.core.events import Events
 from psrl.core.metrics import PHASES
@@ -65,7 +66,9 @@ def simulate(
         ConfigError: if the options contradict each other or the plan's layout.
     """
     options = options or SimOptions()
-    costs = cost_model or RooflineCostModel(plan.model, plan.cluster, plan.parallel)
+    costs = cost_model or choose_cost_model(
+        plan.model, plan.cluster, plan.parallel, plan.calibration
+    )
     engine = chosen_engine(plan, options)
     programs_of = {phase: _program_indices(plan, phase) for phase in _chosen(plan, phases)}
     runs: dict[tuple[int, ...], Events] = {}

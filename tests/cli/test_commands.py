@@ -244,3 +244,40 @@ def test_doctor_names_versions(capsys: Capture) -> None:
     assert isinstance(versions, dict)
     assert {"psrl", "python", "numpy", "torch", "megatron-core"} <= versions.keys()
     assert result["missing"] == {}
+
+
+def test_a_plan_that_does_not_fit_is_simulated_and_said(
+    small_trace: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    plan = tmp_path / "plan"
+    run_json(capsys, "plan", "--trace", small_trace, "--cluster", CPUS, "--out", plan)
+    header = json.loads((plan / "plan.json").read_text())
+    header["cluster"]["device"]["memory_bytes"] = 2**20
+    (plan / "plan.json").write_text(json.dumps(header))
+    run = tmp_path / "run"
+    result = run_json(
+        capsys,
+        *("simulate", plan, "--trace", small_trace, "--run-dir", run, "--timeline"),
+    )
+    found = result["out_of_memory"]
+    assert isinstance(found, list)
+    assert found[0]["needed_bytes"] > found[0]["limit_bytes"] == 2**20
+    assert (run / "timeline.json.gz").stat().st_size > 0
+
+
+def test_a_calibration_reaches_planner_and_simulator(
+    small_trace: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    calibration = tmp_path / "h200.json"
+    data = ROOT / "examples" / "calibration"
+    run_json(capsys, "calibrate", "--table", "h200", "--data", data, "--out", calibration)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(f'calibration = "{calibration.name}"\n' + CPUS.read_text())
+    predicted = {}
+    for name, file in (("roofline", CPUS), ("calibrated", cluster)):
+        plan, run = tmp_path / name, tmp_path / f"{name}-run"
+        planned = run_json(capsys, "plan", "--trace", small_trace, "--cluster", file, "--out", plan)
+        simulated = run_json(capsys, "simulate", plan, "--trace", small_trace, "--run-dir", run)
+        assert simulated["makespan_s"] == pytest.approx(planned["makespan_s"])
+        predicted[name] = planned["makespan_s"]
+    assert predicted["calibrated"] != predicted["roofline"]
