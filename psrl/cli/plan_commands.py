@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -118,37 +118,79 @@ class Simulate:
     run_dir: Path
     """run directory to write"""
     output: OutputOptions
+    slow: tuple[str, ...] = ()
+    """ranks that take longer, as RANK=FACTOR, e.g. 3=1.2"""
+    nics_per_host: int | None = None
+    """network ports that a host's devices share for messages to other hosts; default own ones"""
+    overlap_gradient_reduction: bool = False
+    """reduce finished buckets during the last backward, as Megatron's overlap_grad_reduce"""
+    engine: Literal["auto", "simpy", "vectorised"] = "auto"
+    """auto replays on SimPy unless the plan is large; the events are the same"""
+    blocks: str | None = None
+    """cache in other blocks than the plan: adaptive or fixed:TOKENS"""
+    cache: str | None = None
+    """keep blocks otherwise than the plan: dynamic, everything, lru:TOKENS, recompute:TOKENS or
+    offload:TOKENS"""
+    generation_tokens_per_s: float | None = None
+    """model the rollout at this rate per trajectory; default the trace's own times, if any"""
+    rollout_concurrency: int | None = None
+    """trajectories that the modelled rollout generates at a time; default all"""
     timeline: bool = False
-    """also write timeline.json.gz, to open in ui.perfetto.dev"""
+    """write timeline.json.gz, to open in ui.perfetto.dev, even of a million events and more"""
+    no_timeline: bool = False
+    """write no timeline.json.gz"""
     if_exists: IfExists = "error"
 
     def run(self) -> ExitCode:
         from psrl.analysis.perfetto import write_timeline
-        from psrl.sim import out_of_memory
-        from psrl.sim.engine import simulate
+        from psrl.sim import SimOptions, chosen_engine, out_of_memory, simulate
+
+        from .simulate_output import (
+            MAX_TIMELINE_EVENTS,
+            describe_simulation,
+            iteration_section,
+            other_blocks,
+            parse_slow_ranks,
+            show_progress,
+        )
 
         plan = Plan.load(self.plan)
         batch = plan_batch(plan, open_trace(self.trace))
+        options = SimOptions(
+            engine=self.engine,
+            slow_ranks=parse_slow_ranks(self.slow),
+            nics_per_host=self.nics_per_host,
+            overlap_gradient_reduction=self.overlap_gradient_reduction,
+        )
+        sections: dict[str, Any] = {
+            "simulation": {
+                **asdict(options),
+                "slow_ranks": {str(rank): factor for rank, factor in options.slow_ranks.items()},
+                "engine": chosen_engine(plan, options),
+            }
+        }
         details = {"trace_hash": plan.trace_hash, "plan": str(self.plan), "kind": "simulated"}
         with RunDir(self.run_dir, "simulate", self.if_exists, details) as run:
             with self.output.step(f"simulating {plan.policy}"):
                 # A plan that does not fit is a result, not an error.
                 check_plan(plan, batch, memory_fraction=None)
-                events = simulate(plan, batch)
+                if self.blocks or self.cache:
+                    plan, sections["blocks"] = other_blocks(plan, batch, self.blocks, self.cache)
+                quiet = self.output.quiet or self.output.json
+                progress = None if quiet else show_progress()
+                events = simulate(plan, batch, options=options, progress=progress)
             metrics = run_metrics(plan, batch, events)
-            if self.timeline:
+            rate, concurrency = self.generation_tokens_per_s, self.rollout_concurrency
+            sections |= iteration_section(batch, metrics, rate, concurrency)
+            sections["out_of_memory"] = [asdict(o) for o in out_of_memory(events, plan)]
+            metrics |= sections
+            draws = len(events) < MAX_TIMELINE_EVENTS and not self.no_timeline
+            if draws or self.timeline:
                 write_timeline(run.path / "timeline.json.gz", events, plan, batch)
             events.save(run.path / "events.parquet")
             run.write_json("metrics.json", metrics)
-        over = out_of_memory(events, plan)
-        lines = [describe_metrics(metrics)]
-        lines += [
-            f"out of memory: {o.phase}, rank {o.rank}, stage {o.stage}: {o.op} of micro-batch "
-            f"{o.micro_batch} needs {o.needed_bytes / 2**30:.2f} GiB of {o.limit_bytes / 2**30:.2f}"
-            for o in over
-        ]
-        result = {**metrics, "out_of_memory": [asdict(o) for o in over]}
-        self.output.emit(result, "\n".join(lines))
+        text = describe_metrics(metrics) + "\n" + describe_simulation(sections)
+        self.output.emit(metrics, text)
         return ExitCode.OK
 
 

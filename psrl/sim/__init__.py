@@ -1,11 +1,12 @@
 """Replay a plan op by op in simulated time and memory."""
 
 from .breakdown import sharing_bounds, speedup_factors
-from .engine import Progress, simulate
+from .engine import OnProgress, Progress, simulate
 from .memory import OutOfMemory, out_of_memory
 from .options import SimOptions, chosen_engine
 
 __all__ = [
+    "OnProgress",
     "OutOfMemory",
     "Progress",
     "SimOptions",

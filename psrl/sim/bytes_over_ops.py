@@ -40,10 +40,16 @@ def block_table(program: Program, ops: OpTable, tree: PrefixTree | None) -> Bloc
     Args:
         ops: its op table.
         tree: its tree; None for a program without backwards.
+
+    Raises:
+        PlanError: if a block is released by an unknown op.
     """
     order, rank = sorted_by_rank(program.blocks)
     blocks = program.blocks.rows(order)
     release_kind = op_codes(blocks.release_op)
+    unknown = blocks.release_op[(release_kind < 0) & (blocks.release_op != "end")]
+    if len(unknown):
+        raise PlanError(f"{len(unknown)} blocks are released by {str(unknown[0])!r}, no op")
     first_reader = np.full(len(order), -1, np.int64)
     if tree is not None and len(order):
         first_reader = _first_readers(program, order, ops, tree)

@@ -1,6 +1,7 @@
 """Speed-up as a product, the bounds of sharing, and the documentation of every metric."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from psrl.core.errors import PlanError
 from psrl.core.metrics import PHASES, run_metrics
 from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch, make_batch
-from psrl.sim import sharing_bounds, simulate, speedup_factors
+from psrl.sim import OutOfMemory, SimOptions, sharing_bounds, simulate, speedup_factors
+from psrl.sim.block_policies import BlockPolicy
+from psrl.sim.block_replay import apply_block_policy
+from psrl.sim.iteration import iteration_metrics, modelled_rollout
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
 COSTS = PlainCostModel(forward_token_s=1.0, backward_token_s=2.0)
@@ -151,6 +155,10 @@ def test_every_metric_is_documented() -> None:
     events = simulate(plan, batch)
     emitted = names(run_metrics(plan, batch, events))
     emitted |= names(speedup_factors(plan, events, plan, events, batch))
+    emitted |= names(apply_block_policy(plan, batch, BlockPolicy())[1])
+    rollout = modelled_rollout(batch, tokens_per_s=10.0)
+    emitted |= names(iteration_metrics(rollout, run_metrics(plan, batch, events)))
+    emitted |= {f.name for f in (*fields(OutOfMemory), *fields(SimOptions))}
     assert {"makespan_s", "cuts", "token_bound"} <= emitted
     text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text("utf-8")
     rows = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")}

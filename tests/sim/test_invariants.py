@@ -151,6 +151,9 @@ def test_a_block_that_is_never_released_is_refused() -> None:
     program.blocks.release_micro_batch[:] = 10**6
     with pytest.raises(PlanError, match="never released"):
         simulate(plan, batch, COSTS, phases=("update",))
+    program.blocks.release_op[:] = "forever"
+    with pytest.raises(PlanError, match="released by 'forever', no op"):
+        simulate(plan, batch, COSTS, phases=("update",))
 
 
 @few
