@@ -2,9 +2,10 @@
 
 One process, one thread, float32, Megatron on the CPU, samples of a recorded tau-bench run. Dense
 and shared runs alternate; both compute the same loss and gradient. Their micro-batches are
-equally many, so the shared ones are smaller. The bar is on *sharing efficiency*: measured speed-up
-over the ratio of FLOPs, by process CPU time, minimum of repeats. The speed-up is over the fastest
-dense run of any number of micro-batches.
+equally many, so the shared ones are smaller. The bars are on *sharing efficiency*: measured
+speed-up over the ratio of FLOPs, by process CPU time, minimum of repeats, over the fastest dense
+run of any number of micro-batches; and on the peak of kept activations and cached keys with their
+gradients, of the same programs.
 """
 
 import gc
@@ -44,8 +45,10 @@ from .measurement import Measurement
 
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "tau_bench_airline"
 NUM_REPEATS = 3
-NUM_MICRO_BATCHES = (4, 7)
+# Micro-batches asked for, and units of the shared cut, which bound what it holds.
+CUTS = ((5, 2), (7, 3))
 MIN_EFFICIENCY = {"forward": 0.9, "update": 0.85}
+MAX_PEAK_RATIO = 0.6
 
 
 def model_spec(hidden_size: int) -> ModelSpec:
@@ -154,7 +157,6 @@ class Bench:
 
     batch: SampleBatch
     model: ModelSpec
-    measure_activations: bool
 
     def __post_init__(self) -> None:
         weights = build_model(self.model, ParallelConfig(), seed=0, dtype=torch.float32)
@@ -168,7 +170,7 @@ class Bench:
             implementation="parts",
             loss=LossOptions(kind="sft"),
             gradients=self.gradients,
-            measure_activations=self.measure_activations,
+            measure_activations=False,
         )
         self._token_ids = TokenIds(self.batch, self.model.vocab_size)
 
@@ -183,6 +185,14 @@ class Bench:
         phase = "update" if prepared.program.is_update else "log_old_prob"
         self.engine.run(prepared, phase, unknown.copy(), PhaseInputs(unknown, unknown))
         return self.engine.log.finish()
+
+    def peak_bytes(self, prepared: RankProgram, activations: bool = True) -> int:
+        """Peak of cached keys, their gradients and, if wanted, kept activations."""
+        # Counting takes time, so it has a run of its own.
+        self.engine.measure_activations = activations
+        events = self.run(prepared)
+        self.engine.measure_activations = False
+        return int((events.kv_bytes + events.kv_gradient_bytes + events.activation_bytes).max())
 
 
 @dataclass(frozen=True)
@@ -202,25 +212,26 @@ def timed(function: Callable[[], object], times: Times) -> None:
 
 
 def speed() -> list[Measurement]:
-    """Sharing efficiency for each number of micro-batches, forward-only and update."""
+    """Sharing efficiency and memory of each cut, forward-only and update."""
     batch = slice_batch(
         open_trace(TRACE).iteration(0),
         num_groups=2,
-        trajectories_per_group=2,
+        trajectories_per_group=3,
         steps_per_trajectory=4,
     )
     model = model_spec(512)
     with model_parallel(ParallelConfig()):
-        bench = Bench(batch, model, measure_activations=False)
+        bench = Bench(batch, model)
         return [row for target in problems(batch, model) for row in _efficiency(bench, target)]
 
 
 def _efficiency(bench: Bench, target: ProgramProblem) -> list[Measurement]:
-    programs = {
-        (kind, count): bench.prepare(make(target, count))
-        for count in NUM_MICRO_BATCHES
-        for kind, make in (("dense", dense_program), ("shared", shared_program))
-    }
+    programs: dict[tuple[str, int], RankProgram] = {}
+    for count, num_units in CUTS:
+        shared = shared_program(target, count, num_units)
+        dense = dense_program(target, len(shared.micro_batches))
+        programs["dense", count] = bench.prepare(dense)
+        programs["shared", count] = bench.prepare(shared)
     times = {key: Times([], []) for key in programs}
     gradients: dict[tuple[str, int], torch.Tensor] = {}
     for _ in range(NUM_REPEATS):
@@ -228,14 +239,23 @@ def _efficiency(bench: Bench, target: ProgramProblem) -> list[Measurement]:
             timed(lambda prepared=prepared: bench.run(prepared), times[key])
             gradients[key] = torch.cat([g.flatten() for _, g in bench.gradients])
     rows = []
-    for count in NUM_MICRO_BATCHES:
+    for count, _ in CUTS:
         rows += _rows(bench.model, programs, times, count)
         if target.is_update:
+            where = _name(programs["shared", count].program)
             wanted, found = gradients["dense", count], gradients["shared", count]
             error = float((found - wanted).norm() / wanted.norm())
-            what = f"update, {count} micro-batches: gradient error"
-            rows.append(Measurement(what, error, "", 5e-6, False))
+            rows.append(Measurement(f"{where}: gradient error", error, "", 5e-6, False))
+            peaks = [bench.peak_bytes(programs[kind, count]) for kind in ("shared", "dense")]
+            what = f"{where}: activation + KV peak / dense"
+            rows.append(Measurement(what, peaks[0] / peaks[1], "", MAX_PEAK_RATIO, False))
     return rows
+
+
+def _name(shared: Program) -> str:
+    num_tokens = shared.micro_batches.num_tokens
+    phase = "update" if shared.is_update else "forward"
+    return f"{phase}, {len(num_tokens)} micro-batches of {num_tokens.mean():.0f} tokens"
 
 
 def _rows(
@@ -246,12 +266,11 @@ def _rows(
 ) -> list[Measurement]:
     dense, shared = (programs[kind, count].program for kind in ("dense", "shared"))
     ratio = flops(dense, model) / flops(shared, model)
-    num_tokens = shared.micro_batches.num_tokens
-    name = "update" if dense.is_update else "forward"
-    where = f"{name}, {len(num_tokens)} micro-batches of {num_tokens.mean():.0f} tokens"
+    where = _name(shared)
+    min_efficiency = MIN_EFFICIENCY["update" if dense.is_update else "forward"]
 
     def speedup(pick: Callable[[list[float]], float], clock: str) -> float:
-        dense_s = min(pick(getattr(times["dense", n], clock)) for n in NUM_MICRO_BATCHES)
+        dense_s = min(pick(getattr(times["dense", n], clock)) for n, _ in CUTS)
         return dense_s / pick(getattr(times["shared", count], clock))
 
     cpu = speedup(min, "cpu_s")
@@ -265,7 +284,7 @@ def _rows(
         Measurement(f"{where}: speed-up, minimum wall time", speedup(min, "wall_s"), "x"),
         Measurement(f"{where}: dense", flops(dense, model) / (shared_s * cpu) / 1e9, "GFLOP/s"),
         Measurement(f"{where}: shared", flops(shared, model) / shared_s / 1e9, "GFLOP/s"),
-        Measurement(f"{where}: sharing efficiency", cpu / ratio, "", MIN_EFFICIENCY[name]),
+        Measurement(f"{where}: sharing efficiency", cpu / ratio, "", min_efficiency),
     ]
 
 
@@ -279,32 +298,27 @@ def memory() -> list[Measurement]:
     )
     model = model_spec(128)
     with model_parallel(ParallelConfig()):
-        bench = Bench(batch, model, measure_activations=True)
+        bench = Bench(batch, model)
         forward, update = problems(batch, model)
         # About a thousand tokens each, in units that hold an eighth of the batch.
         cut = (-(-forward.tree.unique_tokens // 1024), 8)
 
-        def peak(program: Program, activations: bool) -> int:
-            events = bench.run(bench.prepare(program))
-            kept = events.kv_bytes + events.kv_gradient_bytes
-            return int((kept + activations * events.activation_bytes).max())
-
         found = []
         for name, target in (("forward", forward), ("update", update)):
-            dynamic = peak(shared_program(target, *cut), False)
-            everything = peak(shared_program(target, *cut, "everything"), False)
+            dynamic, everything = (
+                bench.peak_bytes(bench.prepare(shared_program(target, *cut, kind)), False)
+                for kind in ("dynamic", "everything")
+            )
             what = f"{name}: peak KV bytes, dynamic / cache everything"
             found.append(Measurement(what, dynamic / everything, "", 0.40, False))
         shared = shared_program(update, *cut)
-        dense = peak(dense_program(update, len(shared.micro_batches)), True)
-        for what, program, bar in (
-            ("kept", shared, None),
-            ("ancestors dropped", shared_program(update, *cut, drop_ancestors=True), 0.6),
-        ):
-            value = peak(program, True) / dense
-            row = f"update: activation + KV peak / dense, {what}"
-            found.append(Measurement(row, value, "", bar, False))
-    return found
+        dense = dense_program(update, len(shared.micro_batches))
+        dropped = shared_program(update, *cut, drop_ancestors=True)
+        peaks = [bench.peak_bytes(bench.prepare(p)) for p in (shared, dropped, dense)]
+        for what, peak in zip(("kept", "dropped"), peaks, strict=False):
+            row = f"update: activation + KV peak / dense, ancestors {what}"
+            found.append(Measurement(row, peak / peaks[2], "", None, False))
+        return found
 
 
 def measure() -> list[Measurement]:

@@ -101,6 +101,7 @@ def random_program(
     batch: SampleBatch | None = None,
     *,
     num_ranks: int = 1,
+    min_micro_batches: int = 1,
     max_micro_batches: int = 6,
     is_update: bool = True,
     random_order: bool = True,
@@ -113,7 +114,8 @@ def random_program(
 
     Args:
         batch: what to compute; None for a `random_batch`.
-        max_micro_batches: each rank gets 1 to this many, cut at random tokens.
+        min_micro_batches, max_micro_batches: each rank gets as many, cut at random tokens; if it
+            has fewer tokens, one of each.
         is_update: with backward ops; otherwise forward only.
         random_order: a random valid order of backwards and number of forwards before each;
             otherwise eager backwards and as many forwards as the forced peak holds.
@@ -143,7 +145,7 @@ def random_program(
     tree = program.tree(batch)
     samples = batch.select(assignments.sample)
     segments = [
-        _random_segments(rng, rank, assignments, tree, max_micro_batches)
+        _random_segments(rng, rank, assignments, tree, (min_micro_batches, max_micro_batches))
         for rank in range(num_ranks)
     ]
     program = replace(program, segments=Segments.concatenate(segments))
@@ -168,14 +170,15 @@ def _random_segments(
     rank: int,
     assignments: Assignments,
     tree: PrefixTree,
-    max_micro_batches: int,
+    num_micro_batches: tuple[int, int],
 ) -> Segments:
     mine = np.flatnonzero(assignments.rank == rank)
     needed = sorted({v for s in mine for v in tree.path(int(tree.sample_node[s]))})
     nodes = np.array(needed, np.int64)
     bounds = np.concatenate([[0], np.cumsum(tree.num_tokens[nodes])])
     total = int(bounds[-1])
-    num_cuts = int(rng.integers(min(max_micro_batches, total))) if total else 0
+    fewest, most = (min(n, total) for n in num_micro_batches)
+    num_cuts = int(rng.integers(fewest - 1, most)) if total else 0
     cuts = np.sort(rng.permutation(np.arange(1, total))[:num_cuts])
     edges = np.unique(np.concatenate([bounds, cuts]))
     start = edges[:-1]

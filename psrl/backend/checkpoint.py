@@ -106,6 +106,38 @@ def latest_checkpoint(root: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def checkpoint_to_resume(root: Path, resume: bool) -> Path | None:
+    """What a run that saves under `root` starts from; every rank must call it.
+
+    Rank 0 looks, so that ranks whose file systems lag behind start from the same one.
+
+    Returns:
+        The latest checkpoint if the run resumes, None if it starts anew.
+
+    Raises:
+        BackendError: if there is none to resume from, or if a new run would continue the names
+            of another.
+    """
+    found = [latest_checkpoint(root)]
+    dist.broadcast_object_list(found)
+    latest = found[0]
+    if resume and latest is None:
+        raise BackendError(
+            f"{root} has no complete checkpoint to resume from", "start without --resume"
+        )
+    if latest is not None and not resume:
+        raise BackendError(
+            f"{root} has checkpoint {latest.name} of an earlier run",
+            "pass --resume to continue it, or choose another directory",
+        )
+    return latest
+
+
+def checkpoint_name(num_steps: int) -> str:
+    """Name of the checkpoint after so many optimizer steps; names sort by steps."""
+    return f"step_{num_steps:09d}"
+
+
 def _read_header(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     path = directory / _HEADER
     try:

@@ -1,9 +1,9 @@
 """The one door to megatron-core: its names, imported quietly, and patches for want of CUDA.
 
 Everything else in this package imports Megatron's names from here. Works with 0.16.1 (Python
-3.11) and 0.19.2 (Python 3.12): only modules that both have are named, and the model's parts
-(`embedding`, `decoder`, `output_layer`) are called directly, because `GPTModel.forward` hands
-out hidden states in the newer version only.
+3.11) and 0.19.2 (Python 3.12, and 3.11 as `make test-megatron-next` installs it): only modules
+that both have are named, and the model's parts (`embedding`, `decoder`, `output_layer`) are called
+directly, because `GPTModel.forward` hands out hidden states in the newer version only.
 
 Touch points on a machine without CUDA. Our own attention, norm, router, positions, schedule and
 optimizer avoid all the others, and nothing in torch itself is patched:

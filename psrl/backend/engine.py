@@ -1,6 +1,7 @@
 """Runs one rank's programs op by op on its pipeline stage: messages, events, reduction, step."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,6 +41,7 @@ class RankEngine:
             a backward is not counted.
         send_window: see `psrl.backend.pipe.Pipe`.
         router_run: what the routers reported in the last run; None for a dense model.
+        stage_run: makes the run of a program; a subclass may take its loss from elsewhere.
     """
 
     model: GPTModel
@@ -56,6 +58,7 @@ class RankEngine:
     send_window: int = SEND_WINDOW
     store_class: type[BlockStore] = BlockStore
     router_run: RouterRun | None = None
+    stage_run: Callable[..., StageRun] = StageRun
     _clock_start_s: float = 0.0
 
     def start_clock(self) -> None:
@@ -106,7 +109,7 @@ class RankEngine:
         """
         self.router_run = self._new_router_run(rank_program, phase_inputs)
         store = self._store(rank_program)
-        stage_run = StageRun(
+        stage_run = self.stage_run(
             self.model,
             self.spec,
             rank_program,

@@ -1,6 +1,5 @@
 """Executes a plan: the three phases of an RL iteration on this rank, and what they leave behind."""
 
-from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,20 @@ from torch import Tensor
 
 from psrl.core.errors import BackendError
 from psrl.core.events import EventLog, Events
-from psrl.core.metrics import PHASES
 from psrl.core.plan import Plan
 from psrl.core.sample import FloatArray, SampleBatch
 from psrl.core.trace import Trace
 from psrl.kernels.tree_attention import Implementation
 
+from .checkpoint import (
+    checkpoint_name,
+    checkpoint_to_resume,
+    load_checkpoint,
+    save_checkpoint,
+)
 from .compat import parallel_state
 from .engine import RankEngine
+from .execution import Execution, concatenate_events, median_times
 from .inputs import LossTokens, RankProgram, prepare_rank_program
 from .launch import model_parallel
 from .model import build_model
@@ -28,38 +33,9 @@ from .options import DTYPE_OF_BYTES, ExecuteOptions, check_executable
 from .parameters import ParallelGroups, gather_full
 from .pipe import Pipeline
 from .stage import PhaseInputs
+from .token_advantages import read_token_advantages
 from .tokens import TokenIds
 from .weights import load_hf
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Result of a plan's execution, gathered from all ranks.
-
-    Attributes:
-        old_logprob, reference_logprob, logprob: [number of loss tokens] of the three phases, in
-            the order of `loss_tokens`; NaN if the phase did not run.
-        loss, gradient_norm: per update program, in order; the norm before clipping.
-        router_loss: per update program, what the routers add to the loss; 0 for a dense model.
-        expert_load: per update program, [layers, experts] logical tokens that each expert got;
-            empty for a dense model.
-        gradients: full gradients by "mini_batch<k>.<name>", on the first process if they were kept.
-        dtype: working precision that ran.
-        implementation: attention that ran.
-    """
-
-    events: Events
-    loss_tokens: LossTokens
-    old_logprob: FloatArray
-    reference_logprob: FloatArray
-    logprob: FloatArray
-    loss: list[float]
-    gradient_norm: list[float]
-    router_loss: list[float]
-    expert_load: list[FloatArray]
-    gradients: dict[str, Tensor]
-    dtype: str
-    implementation: str
 
 
 def execute_plan(
@@ -97,6 +73,10 @@ class _PlanRun:
         self._dtype = getattr(torch, name)
         self._implementation = options.implementation or fastest_implementation(self._device)
         self.loss_tokens = LossTokens(batch)
+        if options.token_advantages is not None:
+            self.loss_tokens.advantage = read_token_advantages(
+                options.token_advantages, self.loss_tokens
+            )
         token_ids = TokenIds(batch, plan.model.vocab_size, options.reduce_token_ids)
         self._programs = [
             prepare_rank_program(
@@ -119,9 +99,20 @@ class _PlanRun:
         self._norms: list[float] = []
         self._router_losses: list[float] = []
         self._expert_loads: list[FloatArray] = []
+        self._resumed_from: Path | None = None
+        self._checkpoint: Path | None = None
 
     def run(self) -> Execution:
         policy = self._engine(self._options.weights, perturb=0.0)
+        if self._options.checkpoint is not None:
+            self._resumed_from = checkpoint_to_resume(
+                self._options.checkpoint, self._options.resume
+            )
+        if self._resumed_from is not None:
+            # The forward phases need the weights only, and report no gradients as held.
+            gradients = MainGradients(policy.model, ParallelGroups.current())
+            self._optimizer(policy, gradients)
+            gradients.remove_hooks()
         old = self._forward_phase("log_old_prob", policy)
         reference = self._unknown()
         if self._phase("reference"):
@@ -143,6 +134,8 @@ class _PlanRun:
             gradients=self._gradients,
             dtype=self._dtype_name,
             implementation=self._implementation,
+            resumed_from=self._resumed_from,
+            checkpoint=self._checkpoint,
         )
 
     def _engine(self, weights: Path | None, perturb: float) -> RankEngine:
@@ -190,7 +183,7 @@ class _PlanRun:
             for rank_program in programs:
                 engine.run(rank_program, phase, logprobs)
             runs.append(engine.log.finish())
-        self._events.append(_median_times(runs[self._options.warmup :]))
+        self._events.append(median_times(runs[self._options.warmup :]))
         return self._merge(logprobs, programs, phase)
 
     def _update_phase(self, engine: RankEngine, phase_inputs: PhaseInputs) -> FloatArray:
@@ -206,7 +199,7 @@ class _PlanRun:
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), before, strict=True):
                     parameter.copy_(value)
-            engine.optimizer = MainAdamW(engine.gradients, self._options.optimizer)
+            engine.optimizer = self._optimizer(engine, engine.gradients)
             engine.log = EventLog()
             self._losses, self._norms = [], []
             self._router_losses, self._expert_loads = [], []
@@ -214,8 +207,28 @@ class _PlanRun:
             for rank_program in programs:
                 self._update(engine, rank_program, logprobs, phase_inputs)
             runs.append(engine.log.finish())
-        self._events.append(_median_times(runs[self._options.warmup :]))
-        return self._merge(logprobs, programs, "update")
+        self._events.append(median_times(runs[self._options.warmup :]))
+        merged = self._merge(logprobs, programs, "update")
+        self._save(engine)
+        return merged
+
+    def _optimizer(self, engine: RankEngine, gradients: MainGradients) -> MainAdamW:
+        """A new optimizer, or the one of the checkpoint, with the weights that belong to it."""
+        optimizer = MainAdamW(gradients, self._options.optimizer)
+        if self._resumed_from is not None:
+            load_checkpoint(self._resumed_from, engine.model, optimizer, self._plan.model)
+        return optimizer
+
+    def _save(self, engine: RankEngine) -> None:
+        if self._options.checkpoint is None:
+            return
+        assert engine.optimizer is not None
+        name = checkpoint_name(engine.optimizer.num_steps)
+        self._checkpoint = self._options.checkpoint / name
+        progress = {"trace_hash": self._plan.trace_hash, "iteration": self._plan.iteration}
+        save_checkpoint(
+            self._checkpoint, engine.model, engine.optimizer, self._plan.model, progress
+        )
 
     def _update(
         self,
@@ -290,22 +303,3 @@ def fastest_implementation(device: torch.device) -> Implementation:
     if device.type == "cpu":
         return "parts"
     return "triton" if find_spec("triton") else "reference"
-
-
-def concatenate_events(parts: list[Events]) -> Events:
-    """Rows of several event tables: by phase in the order they ran, then rank and stage."""
-    joined = Events(
-        **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Events)}
-    )
-    phase = np.array([PHASES.index(name) for name in joined.phase.tolist()], np.int64)
-    order = np.lexsort((np.arange(len(joined)), joined.stage, joined.rank, phase))
-    return joined.where(order)
-
-
-def _median_times(runs: list[Events]) -> Events:
-    """The last run's events with the median start and end of each over all runs."""
-    start, end = (
-        np.median(np.stack([getattr(run, name) for run in runs]), axis=0)
-        for name in ("start_s", "end_s")
-    )
-    return replace(runs[-1], start_s=start, end_s=end)

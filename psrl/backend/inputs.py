@@ -10,7 +10,7 @@ from torch import Tensor
 from psrl.core.memory import HEAD_CHUNK_TOKENS
 from psrl.core.packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
 from psrl.core.plan import Program
-from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.sample import FloatArray, IntArray, SampleBatch
 from psrl.core.schedule import Op, stage_ops
 
 from .kv_store import buffer_rows
@@ -23,6 +23,7 @@ class LossTokens:
 
     Attributes:
         sample, token: [number of loss tokens] what each number stands for.
+        advantage: [number of loss tokens] of each; that of its sample, unless it is replaced.
     """
 
     def __init__(self, batch: SampleBatch) -> None:
@@ -33,6 +34,7 @@ class LossTokens:
         self.token: IntArray = np.arange(int(count.sum())) + np.repeat(
             batch.loss_spans[:, 0] - before, count
         )
+        self.advantage: FloatArray = batch.advantage[self.sample]
         self._token_offsets = batch.token_offsets
         self._span_start = self._token_offsets[span_sample] + batch.loss_spans[:, 0]
         self._before = before
@@ -66,7 +68,7 @@ class EdgeInputs:
         rows: [R] distinct rows of the micro-batch, ascending.
         chunk_row: [E] row of each edge inside its chunk.
         target: [E] predicted token id.
-        advantage: [E] advantage of the edge's sample.
+        advantage: [E] advantage of the edge's sample at this token.
         number: [E] index in `LossTokens`.
         chunks: cut the rows into runs of at most `HEAD_CHUNK_TOKENS`.
     """
@@ -197,6 +199,7 @@ def edge_inputs(
     order = np.argsort(edges.row, kind="stable")
     rows, edge_row = np.unique(edges.row[order], return_inverse=True)
     owner, token = sample[edges.sample[order]], edges.token[order]
+    number = loss_tokens.number(owner, token)
     starts = np.arange(0, len(rows), chunk_rows)
     cuts = np.searchsorted(edge_row, np.append(starts, len(rows))).tolist()
     chunks = tuple(
@@ -207,7 +210,7 @@ def edge_inputs(
         rows=torch.from_numpy(rows).to(device),
         chunk_row=torch.from_numpy(edge_row % chunk_rows).to(device),
         target=torch.from_numpy(token_ids.of_samples(owner, token)).to(device),
-        advantage=torch.from_numpy(token_ids.batch.advantage[owner]).to(device),
-        number=loss_tokens.number(owner, token),
+        advantage=torch.from_numpy(loss_tokens.advantage[number]).to(device),
+        number=number,
         chunks=chunks,
     )

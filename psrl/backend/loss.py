@@ -6,6 +6,7 @@ mini-batch is the sum of weight times term over all edges of all micro-batches a
 come from logical counts of the whole mini-batch, so they do not depend on how it is cut.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from psrl.core.errors import BackendError
 from psrl.core.sample import FloatArray, IntArray
+
+from .option_range import require
 
 LossKind = Literal["ppo_clip", "gspo", "cispo", "sft"]
 Reduction = Literal[
@@ -222,16 +225,21 @@ def check_loss(options: LossOptions, phases: set[str]) -> None:
             f"reduction '{options.reduction}' with fixed_length_tokens {length}",
             "seq-mean-token-sum-norm divides by fixed_length_tokens > 0, no other reduction does",
         )
-    if options.temperature <= 0:
-        raise BackendError(f"temperature is {options.temperature}, it must be positive")
-    if options.dual_clip is not None and options.dual_clip <= 1:
-        raise BackendError(f"dual_clip is {options.dual_clip}, it must exceed 1")
-    for needed, phase, what in (
-        (options.needs_old_logprob, "log_old_prob", f"loss '{options.kind}'"),
-        (options.needs_reference, "reference", "a KL penalty"),
+    dual_clip = options.dual_clip
+    require(options.temperature > 0, "temperature", options.temperature, "positive")
+    require(options.clip_ratio > 0, "clip_ratio", options.clip_ratio, "positive")
+    high = options.ratio_limits[1]
+    require(high > 1, "clip_ratio_high", options.clip_ratio_high, "positive")
+    require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "more than 1")
+    require(options.kl_coefficient >= 0, "kl_coefficient", options.kl_coefficient, "0 or more")
+    entropy = options.entropy_coefficient
+    require(math.isfinite(entropy), "entropy_coefficient", entropy, "finite")
+    for needed, phase, what, without in (
+        (options.needs_old_logprob, "log_old_prob", f"loss '{options.kind}'", "--loss sft"),
+        (options.needs_reference, "reference", "a KL penalty", "--kl-coefficient 0"),
     ):
         if needed and phase not in phases:
             raise BackendError(
                 f"{what} needs phase {phase}, the plan has {sorted(phases)}",
-                f"plan phase {phase} too, or change the loss",
+                f"plan phase {phase} too, or pass {without}",
             )

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from psrl.core.errors import BackendError
 
+_SUFFIX = ".partial"
+
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
@@ -21,7 +23,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     Raises:
         BackendError: if the directory exists.
     """
-    partial = directory.with_name(directory.name + ".partial")
+    partial = directory.with_name(directory.name + _SUFFIX)
     if directory.exists():
         raise BackendError(f"{directory} exists already", "choose another path or remove it")
     dist.barrier()  # nobody creates it before everybody has looked
@@ -34,3 +36,9 @@ def new_directory(directory: Path) -> Iterator[Path]:
     if dist.get_rank() == 0:
         os.replace(partial, directory)
     dist.barrier()
+
+
+def remove_partial(root: Path) -> None:
+    """Remove the partial directories under `root`; no rank may still be writing."""
+    for partial in root.glob(f"*{_SUFFIX}"):
+        shutil.rmtree(partial)

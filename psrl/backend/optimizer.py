@@ -8,11 +8,13 @@ updates it, and the ranks exchange the updated weights.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .option_range import require
 from .parameters import (
     ParallelGroups,
     group_size,
@@ -40,6 +42,22 @@ class OptimizerOptions:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_gradient_norm: float | None = 1.0
+
+
+def check_optimizer(options: OptimizerOptions) -> None:
+    """Check the ranges.
+
+    Raises:
+        BackendError: naming the option.
+    """
+    limit = options.max_gradient_norm
+    rate = options.learning_rate
+    require(0 <= rate < float("inf"), "learning_rate", rate, "0 or more")
+    require(0 <= options.beta1 < 1, "beta1", options.beta1, "in [0, 1)")
+    require(0 <= options.beta2 < 1, "beta2", options.beta2, "in [0, 1)")
+    require(options.epsilon > 0, "epsilon", options.epsilon, "positive")
+    require(options.weight_decay >= 0, "weight_decay", options.weight_decay, "0 or more")
+    require(limit is None or limit > 0, "max_gradient_norm", limit, "positive")
 
 
 class FlatRegion:
@@ -167,6 +185,10 @@ class MainGradients:
     def scale(self, factor: float) -> None:
         self._flat *= factor
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that hold all gradients."""
+        return [self._flat]
+
     def remove_hooks(self) -> None:
         """Detach from the model."""
         for hook in self._hooks:
@@ -248,6 +270,16 @@ class MainAdamW:
                 region.parameters[name].copy_(view)
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Torch's, for a scheduler that changes the learning rate or the weight decay."""
+        return self._adamw.param_groups
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's main weights, momentum and variance, where they exist already."""
+        states = (t for s in self._adamw.state.values() for t in s.values())
+        return [*self._main, *(t for t in states if isinstance(t, Tensor) and t.dim())]
+
+    @property
     def num_steps(self) -> int:
         """Updates so far."""
         states = self._adamw.state.values()
@@ -267,7 +299,7 @@ class MainAdamW:
         return named
 
     def _moment(self, main: Tensor, kind: str) -> Tensor:
-        state = self._adamw.state[main]
+        state = self._adamw.state.get(main, {})  # empty before the first step
         return state[kind] if kind in state else torch.zeros_like(main)
 
     @torch.no_grad()

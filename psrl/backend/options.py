@@ -13,7 +13,8 @@ from psrl.kernels.tree_attention import Implementation
 
 from .loss import LossOptions, check_loss
 from .moe import RouterOptions, check_op_patterns
-from .optimizer import OptimizerOptions
+from .optimizer import OptimizerOptions, check_optimizer
+from .option_range import require
 
 DtypeName = Literal["bfloat16", "float32", "float64"]
 DTYPE_OF_BYTES: dict[int, DtypeName] = {2: "bfloat16", 4: "float32", 8: "float64"}
@@ -29,6 +30,8 @@ class ExecuteOptions:
         seed: of the random weights.
         init_std: standard deviation of the random weights.
         reference_perturb: the reference policy's random weights differ by this many `init_std`.
+        token_advantages: Parquet file, see `read_token_advantages`; None for the trace's
+            advantages of samples.
         dtype: working precision; None for the one that the plan's device has.
         implementation: of tree attention; None for the fastest on this device.
         warmup, repeat: run every phase this many times untimed, then timed; reported times are
@@ -36,6 +39,9 @@ class ExecuteOptions:
         reduce_token_ids: map a trace's token ids into the vocabulary by modulo.
         keep_gradients: keep each mini-batch's reduced gradients.
         measure_activations: see `RankEngine`.
+        checkpoint: directory that gets a checkpoint after the last optimizer step of the plan;
+            None for none.
+        resume: start from its latest checkpoint; the reference policy stays that of the weights.
     """
 
     weights: Path | None = None
@@ -43,6 +49,7 @@ class ExecuteOptions:
     seed: int = 0
     init_std: float = 0.02
     reference_perturb: float = 0.1
+    token_advantages: Path | None = None
     dtype: DtypeName | None = None
     implementation: Implementation | None = None
     loss: LossOptions = field(default_factory=LossOptions)
@@ -53,6 +60,8 @@ class ExecuteOptions:
     reduce_token_ids: bool = False
     keep_gradients: bool = False
     measure_activations: bool = True
+    checkpoint: Path | None = None
+    resume: bool = False
 
 
 def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
@@ -77,7 +86,14 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
         raise BackendError(f"the plan has unknown phases {unknown}", f"known: {list(PHASES)}")
     if "update" in phases:
         check_loss(options.loss, phases)
-    if options.repeat < 1 or options.warmup < 0:
+        check_optimizer(options.optimizer)
+    elif options.checkpoint is not None and not options.resume:
         raise BackendError(
-            f"repeat is {options.repeat} and warmup {options.warmup}: need repeat >= 1, warmup >= 0"
+            f"the plan has no update phase, so there is nothing to save in {options.checkpoint}",
+            "leave out --checkpoint, or add --resume to run with the weights of a checkpoint",
         )
+    if options.resume and options.checkpoint is None:
+        raise BackendError("--resume has no directory to resume from", "add --checkpoint DIR")
+    require(options.repeat >= 1, "repeat", options.repeat, "1 or more")
+    require(options.warmup >= 0, "warmup", options.warmup, "0 or more")
+    require(options.init_std > 0, "init_std", options.init_std, "positive")

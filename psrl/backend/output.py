@@ -14,8 +14,10 @@ from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch
 from psrl.core.trace import Trace
 
-from .execute import Execution, execute_plan
-from .launch import run_ranks
+from .execute import execute_plan
+from .execution import Execution
+from .launch import in_torchrun, run_ranks
+from .new_directory import remove_partial
 from .options import ExecuteOptions, check_executable
 
 
@@ -36,6 +38,12 @@ def execution_metrics(plan: Plan, batch: SampleBatch, execution: Execution) -> d
         "dtype": execution.dtype,
         "implementation": execution.implementation,
     }
+    for key, path in (
+        ("resumed_from", execution.resumed_from),
+        ("checkpoint", execution.checkpoint),
+    ):
+        if path is not None:
+            metrics[key] = str(path)
     updates = plan.phase_programs("update")
     if updates:
         first = np.isin(execution.loss_tokens.sample, updates[0].assignments.sample)
@@ -82,7 +90,13 @@ def execute_to_directory(
     check_executable(plan, trace, options)
     world_size = plan.parallel.world_size
     arguments = (plan, trace, options, directory, timeout_s)
-    return run_ranks(_execute_rank, world_size, *arguments, timeout_s=timeout_s)[0]
+    try:
+        return run_ranks(_execute_rank, world_size, *arguments, timeout_s=timeout_s)[0]
+    except BaseException:
+        # Under torchrun other ranks may still be writing; the next attempt replaces it.
+        if options.checkpoint is not None and not in_torchrun():
+            remove_partial(options.checkpoint)
+        raise
 
 
 def _execute_rank(

@@ -12,15 +12,23 @@ from .model import logits
 
 
 def edge_predictions(
-    gpt: GPTModel, hidden_TH: Tensor, edges: EdgeInputs, options: LossOptions
+    gpt: GPTModel,
+    hidden_TH: Tensor,
+    edges: EdgeInputs,
+    options: LossOptions,
+    with_entropy: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[E] logprobs of the edges' targets, and [E] entropies of the distributions they are from.
 
-    In float32 or wider. Entropies are None unless they are rewarded and gradients are on. Logits
-    exist for one chunk of rows at a time: the backward computes them again.
+    In float32 or wider. Logits exist for one chunk of rows at a time: the backward computes them
+    again.
+
+    Args:
+        with_entropy: None computes entropies only if they are rewarded and gradients are on.
     """
     rows = hidden_TH.index_select(0, edges.rows).split([c.num_rows for c in edges.chunks])
-    with_entropy = options.entropy_coefficient != 0.0 and torch.is_grad_enabled()
+    if with_entropy is None:
+        with_entropy = options.entropy_coefficient != 0.0 and torch.is_grad_enabled()
     logprobs, entropies = [], []
     for chunk, hidden_RH in zip(edges.chunks, rows, strict=True):
         span = slice(chunk.edge_start, chunk.edge_end)

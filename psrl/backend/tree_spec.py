@@ -2,6 +2,9 @@
 
 A subclass of `PackedSeqParams` is the one argument that Megatron passes unchanged from the block
 through layers and layer recompute to the core attention.
+
+The layers are Megatron's local ones, also where TransformerEngine is installed: its layers fuse the
+norms into the projections, under other names, and nothing here has been run with them.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,44 +14,12 @@ from psrl.core.plan import Plan
 from psrl.core.run import IfExists, RunDir
 from psrl.core.trace import Trace, open_trace
 
+from .execution_flags import ExecutionFlags
 from .output import OutputOptions
 from .plan_commands import describe_metrics, plan_batch
 
 if TYPE_CHECKING:
     from psrl.backend.options import ExecuteOptions
-
-
-@dataclass(frozen=True)
-class ExecutionFlags:
-    """How plans are executed."""
-
-    dtype: Literal["float32", "float64", "bfloat16"] | None = None
-    """working precision; default the one of the plan's device"""
-    seed: int = 0
-    """seed of the random weights"""
-    clip_ratio: float = 0.2
-    """PPO clip range"""
-    kl_coefficient: float = 0.001
-    """weight of the KL penalty to the reference policy"""
-    warmup: int = 0
-    """untimed runs of every phase before the timed ones"""
-    repeat: int = 1
-    """timed runs of every phase; times are medians"""
-    timeout_s: float = 3600.0
-    """stop all ranks after this time"""
-
-    def options(self, keep_gradients: bool) -> "ExecuteOptions":
-        from psrl.backend.loss import LossOptions
-        from psrl.backend.options import ExecuteOptions
-
-        return ExecuteOptions(
-            seed=self.seed,
-            dtype=self.dtype,
-            loss=LossOptions(clip_ratio=self.clip_ratio, kl_coefficient=self.kl_coefficient),
-            warmup=self.warmup,
-            repeat=self.repeat,
-            keep_gradients=keep_gradients,
-        )
 
 
 @dataclass(frozen=True)
@@ -72,12 +40,22 @@ class Execute:
     output: OutputOptions
     keep_gradients: bool = False
     """store the gradients, so that `psrl verify` can compare two runs"""
+    checkpoint: Path | None = None
+    """directory of checkpoints; the run adds one after the last optimizer step"""
+    resume: bool = False
+    """start from the last checkpoint there, also of another parallel layout"""
     if_exists: IfExists = "error"
     emit: Literal["torchrun", "sbatch"] | None = None
     """write RUN_DIR.sh, which runs the plan on the hosts of its cluster, and run nothing"""
 
     def run(self) -> ExitCode:
         plan, trace = Plan.load(self.plan), open_trace(self.trace)
+        options = self.flags.options(
+            plan.model,
+            keep_gradients=self.keep_gradients,
+            checkpoint=self.checkpoint,
+            resume=self.resume,
+        )
         if self.emit is not None:
             return self._emit(plan, self.emit)
         from psrl.backend.launch import is_first_process
@@ -85,21 +63,18 @@ class Execute:
         if not is_first_process():
             from psrl.backend.output import execute_to_directory
 
-            options = self.flags.options(self.keep_gradients)
             nowhere = Path(os.devnull)
             execute_to_directory(plan, trace, options, nowhere, self.flags.timeout_s)
             return ExitCode.OK
         with self.output.step(f"executing {plan.policy} on {plan.parallel.world_size} process(es)"):
             metrics = execute_run(
-                plan,
-                self.plan,
-                trace,
-                self.run_dir,
-                self.flags,
-                self.keep_gradients,
-                self.if_exists,
+                plan, self.plan, trace, self.run_dir, options, self.flags.timeout_s, self.if_exists
             )
-        self.output.emit(metrics, describe_metrics(metrics))
+        text = describe_metrics(metrics)
+        for key, what in (("resumed_from", "resumed from"), ("checkpoint", "saved checkpoint")):
+            if key in metrics:
+                text += f"\n{what} {metrics[key]}"
+        self.output.emit(metrics, text)
         return ExitCode.OK
 
     def _emit(self, plan: Plan, kind: Literal["torchrun", "sbatch"]) -> ExitCode:
@@ -117,12 +92,13 @@ class Execute:
         """This command without --emit, with absolute paths, as a list of arguments."""
         command = ["psrl", "execute", str(self.plan.resolve())]
         command += ["--trace", str(self.trace.resolve()), "--run-dir", str(self.run_dir.resolve())]
-        for flag in fields(self.flags):
-            value = getattr(self.flags, flag.name)
-            if value != flag.default:
-                command += ["--" + flag.name.replace("_", "-"), str(value)]
+        command += self.flags.arguments()
         if self.keep_gradients:
             command.append("--keep-gradients")
+        if self.checkpoint is not None:
+            command += ["--checkpoint", str(self.checkpoint.resolve())]
+        if self.resume:
+            command.append("--resume")
         if self.if_exists != "error":
             command += ["--if-exists", self.if_exists]
         return command
@@ -152,8 +128,8 @@ def execute_run(
     plan_path: Path,
     trace: Trace,
     run_dir: Path,
-    flags: ExecutionFlags,
-    keep_gradients: bool,
+    options: "ExecuteOptions",
+    timeout_s: float,
     if_exists: IfExists = "error",
 ) -> dict[str, Any]:
     """Execute a plan into a run directory; returns its metrics."""
@@ -164,11 +140,10 @@ def execute_run(
         "trace_hash": plan.trace_hash,
         "plan": str(plan_path),
         "kind": "executed",
-        "seed": flags.seed,
+        "seed": options.seed,
     }
     with RunDir(run_dir, "execute", if_exists, details) as run:
-        options = flags.options(keep_gradients)
-        metrics = execute_to_directory(plan, trace, options, run.path, flags.timeout_s)
+        metrics = execute_to_directory(plan, trace, options, run.path, timeout_s)
         run.write_json("metrics.json", metrics)
     return metrics
 
@@ -193,7 +168,9 @@ def execute_policies(
         folder = run.path / "policies" / name / "plan"
         plan = Plan.load(folder)
         with output.step(f"executing {name} on {plan.parallel.world_size} process(es)"):
-            execute_run(plan, folder, trace, run.path / "executed" / name, flags, True)
+            options = flags.options(plan.model, keep_gradients=True)
+            target = run.path / "executed" / name
+            execute_run(plan, folder, trace, target, options, flags.timeout_s)
     executed = run.path / "executed"
     rows: dict[str, dict[str, Any]] = {}
     for name in policies:

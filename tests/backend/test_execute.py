@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from psrl.backend.execute import Execution, execute_plan
+from psrl.backend.execute import execute_plan
+from psrl.backend.execution import Execution
 from psrl.backend.launch import run_ranks
 from psrl.backend.loss import LossOptions
 from psrl.backend.optimizer import OptimizerOptions

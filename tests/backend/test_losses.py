@@ -220,8 +220,8 @@ def test_gspo_has_the_gradient_of_the_geometric_mean() -> None:
         (LossOptions(reduction="seq-mean-token-sum-norm"), "fixed_length_tokens None"),
         (LossOptions(fixed_length_tokens=3), "'token-mean' with fixed_length_tokens 3"),
         (LossOptions(kl_estimator="k4"), "unknown KL estimator 'k4'"),  # type: ignore[arg-type]
-        (LossOptions(dual_clip=1.0), "dual_clip is 1.0"),
-        (LossOptions(temperature=0.0), "temperature is 0.0"),
+        (LossOptions(dual_clip=1.0), "--dual-clip 1.0"),
+        (LossOptions(temperature=0.0), "--temperature 0.0"),
     ],
 )
 def test_wrong_options_are_refused(options: LossOptions, message: str) -> None:

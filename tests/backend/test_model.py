@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from psrl.backend.execute import Execution, execute_plan
+from psrl.backend.execute import execute_plan
+from psrl.backend.execution import Execution
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.loss import LossOptions
 from psrl.backend.model import build_model, stage_rows
