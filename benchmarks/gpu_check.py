@@ -28,8 +28,8 @@ from psrl.core.packing import PackedMicroBatch
 from psrl.kernels import KeyValueStore, LinearStore
 from psrl.kernels import triton_launch as host
 from psrl.kernels.attention_index import attention_index
-from psrl.kernels.baselines import flex_baseline, unshared_baseline
-from psrl.kernels.benchmark import SHAPES, Row, device_name, make_row, shrink, time_attention
+from psrl.kernels.benchmark import Workload, measure
+from psrl.kernels.benchmark_table import device_name
 from psrl.kernels.check import (
     TOLERANCE,
     Inputs,
@@ -38,8 +38,8 @@ from psrl.kernels.check import (
     run_micro_batches,
 )
 from psrl.kernels.configs import KernelTiles, Tiles, can_use_tma
-from psrl.kernels.forests import Segment, pack_forest, random_forest
-from psrl.kernels.tree_attention import tree_attention
+from psrl.kernels.forests import pack_forest, random_forest
+from psrl.kernels.shapes import SHAPES, make_shape
 from psrl.kernels.triton_attention import triton_attention
 
 SWEEP = {
@@ -181,7 +181,7 @@ def sweep(scale: Scale, report: Report) -> None:
     """Time each kernel alone with each of its tile shapes, on the shape `grpo`."""
     dtype = torch.bfloat16 if scale.device.type == "cuda" else torch.float32
     use_tma = tma_choices(scale, dtype, scale.head_dim)[-1]
-    (packed,) = pack_forest(shrink(SHAPES["grpo"](np.random.default_rng(0)), scale.max_tokens))
+    (packed,) = pack_forest(make_shape("grpo", scale.max_tokens))
     inputs = random_inputs(packed.total_tokens, scale.heads, scale.head_dim, dtype, scale.device)
     flops = packed.pairs * scale.heads[0] * scale.head_dim
     for kernel, shapes in SWEEP.items():
@@ -241,45 +241,12 @@ def table(scale: Scale, report: Report) -> None:
         report.skipped.append("table: a check failed, so no time is worth reporting")
         return
     dtype = torch.bfloat16 if scale.device.type == "cuda" else torch.float32
-    for shape in SHAPES if scale.max_tokens is None else ["grpo"]:
-        segments = shrink(SHAPES[shape](np.random.default_rng(0)), scale.max_tokens)
-        (packed,) = pack_forest(segments)
-        inputs = random_inputs(
-            packed.total_tokens, scale.heads, scale.head_dim, dtype, scale.device
-        )
-        triton_run = partial(tree_attention, implementation="triton")
-        runs: dict[str, Any] = {"triton": (triton_run, inputs)}
-        if scale.device.type == "cuda":
-            runs["flex_attention"] = flex_baseline(packed, inputs)
-            runs["flash_unshared"] = unshared_baseline(segments, inputs)
-        else:
-            runs["parts"] = (partial(tree_attention, implementation="parts"), inputs)
-        for name, run in runs.items():
-            if run is None:
-                report.skipped.append(f"table: {name} is not installed")
-                continue
-            report.table.append(_measured(shape, name, segments, packed, inputs, run, scale))
-
-
-def _measured(
-    shape: str,
-    name: str,
-    segments: list[Segment],
-    packed: PackedMicroBatch,
-    inputs: Inputs,
-    run: Any,
-    scale: Scale,
-) -> dict[str, Any]:
-    """A row of the table, or the error that another library gave."""
-    function, own_inputs = run
-    try:
-        times = time_attention(function, packed, own_inputs, scale.repeats)
-    except Exception as error:  # a baseline must not end the run
-        if name == "triton":
-            raise
-        return {"shape": shape, "implementation": name, "error": str(error)[:500]}
-    row: Row = make_row(shape, name, packed, inputs, times)
-    return asdict(row)
+    workload = Workload(
+        scale.device, dtype, scale.heads, scale.head_dim, scale.max_tokens, scale.repeats
+    )
+    found = measure("triton", SHAPES if scale.max_tokens is None else ["grpo"], workload)
+    report.table += [asdict(row) for row in found.rows]
+    report.skipped += [f"table: {s.baseline} on {s.shape}: {s.reason}" for s in found.skipped]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,6 +20,8 @@ _LEVEL_COLOURS = {
     "overall": "#e69f00",
 }
 
+MIN_BINS = 6
+
 
 def save_trace_plots(result: dict[str, Any], directory: Path) -> list[Path]:
     """Write the four figures, each as PNG and SVG beside a CSV with its numbers.
@@ -147,7 +149,7 @@ def tokens_by_readers(data: pd.DataFrame, mode: str) -> Figure:
         fig = Figure(figsize=(WIDTH_IN, 2.9))
         ax = fig.subplots()
         bars = ax.bar(range(len(data)), data["unique_tokens"] / unit.scale, 0.7, color="#0072b2")
-        shares = [percent(tokens / total) for tokens in data["unique_tokens"]]
+        shares = [_share(tokens / total) for tokens in data["unique_tokens"]]
         ax.bar_label(bars, shares, fontsize=8, color=INK, padding=2)
         ax.margins(y=0.15)
         _power_axis(ax, data, "readers", "samples that contain the token")
@@ -187,8 +189,17 @@ def _power_axis(ax: Any, data: pd.DataFrame, of: str, label: str) -> None:
             _short(start) if end - start == 1 else f"{_short(start)} to\n{_short(end - 1)}"
         )
     ax.set_xticks(range(len(data)), names, fontsize=7.5)
+    # A few bars must not fill the figure.
+    ax.set_xlim(-0.6, max(len(data), MIN_BINS) - 0.4)
     ax.grid(visible=False, axis="x")
     ax.set_xlabel(label)
+
+
+def _share(part: float) -> str:
+    """A percentage that tells little from nothing."""
+    if not part:
+        return "0"
+    return percent(part) if part >= 0.0005 else "<0.1 %"
 
 
 def _short(value: int) -> str:

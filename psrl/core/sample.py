@@ -67,6 +67,8 @@ class SampleBatch:
     @cached_property
     def token_offsets(self) -> IntArray:
         """[S + 1] tokens before each sample, in the concatenation of all samples."""
+        if self.symbol_num_tokens is None:
+            return self.symbol_offsets
         ends = np.concatenate([[0], np.cumsum(self.occurrence_tokens)])
         return ends[self.symbol_offsets]
 

@@ -3,7 +3,7 @@
 from .buffer_store import BufferStore, LinearStore
 from .reference import reference_attention
 from .store import DictStore, KeyValueStore
-from .tree_attention import tree_attention
+from .tree_attention import prepare_attention, tree_attention
 from .visibility_rule import Visibility, visibility
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "KeyValueStore",
     "LinearStore",
     "Visibility",
+    "prepare_attention",
     "reference_attention",
     "tree_attention",
     "visibility",

@@ -62,7 +62,7 @@ _indices: dict[int, dict[Any, AttentionIndex]] = {}
 def attention_index(
     packed: PackedMicroBatch, store: Any, tiles: KernelTiles, device: torch.device
 ) -> AttentionIndex:
-    """Index of a micro-batch; call it ahead of the first layer to take it off the critical path.
+    """Index of a micro-batch, built at the first call.
 
     Raises:
         PlanError: if the tokens are not packed in depth-first order.

@@ -1,17 +1,16 @@
-"""Time implementations of tree attention on a registry of tree shapes.
+"""Time tree attention beside other libraries on a registry of tree shapes.
 
-Every row is gated: an implementation whose error against float64 is too large on a small forest
-gets no time. TFLOP/s count the visible (query, key) pairs only, so wasted tiles cost speed.
+Times are gated twice: the implementation must be near float64 on a small forest, and every other
+library must agree with it on the very inputs that are timed. TFLOP/s count the visible (query,
+key) pairs only, so wasted tiles and unshared prefixes cost speed.
 
 Dimension letters: T tokens, H query heads, G key/value heads, D head dimension.
 """
 
-import csv
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,74 +20,36 @@ from torch import Tensor
 from psrl.core.errors import BackendError, ToleranceError
 from psrl.core.packing import PackedMicroBatch
 
-from .block_index import key_index, query_index
+from .baselines import BASELINES, Baseline, make_baseline
+from .benchmark_table import Skipped, Table, make_row, plan_cost
 from .check import TOLERANCE, Inputs, check_forest, random_inputs
-from .configs import HOPPER
-from .forests import Segment, join_forests, level_tree, pack_forest, random_forest
-from .key_rows import cached_rows, key_runs, local_rows
+from .forests import pack_forest, random_forest
+from .shapes import make_shape
 from .tree_attention import Implementation, tree_attention
 
-FORWARD_FLOPS = 4
-"""Per visible pair, head and head dimension: two products of one multiply and one add each."""
-
-BACKWARD_FLOPS = 10
-"""Five products: scores again, dP, dV, dS to dQ and to dK."""
-
-
-def _grpo(rng: np.random.Generator) -> list[Segment]:
-    return join_forests(
-        [Segment(-1, int(rng.integers(512, 1537)))]
-        + [Segment(0, int(n)) for n in rng.integers(200, 2001, 16)]
-        for _ in range(4)
-    )
-
-
-SHAPES: dict[str, Callable[[np.random.Generator], list[Segment]]] = {
-    "grpo": _grpo,
-    "star": lambda rng: (
-        [Segment(-1, 4096)] + [Segment(0, int(n)) for n in rng.integers(200, 1001, 64)]
-    ),
-    "deep_chain": lambda rng: level_tree(rng, [(1500, 3000), *[(100, 600)] * 6], 2),
-    "wide_tree": lambda rng: level_tree(rng, [(2048, 2048), (300, 1000), (300, 1000)], 5),
-    "tiny_nodes": lambda rng: join_forests(
-        level_tree(rng, [(200, 400), *[(5, 40)] * 7], 2) for _ in range(4)
-    ),
-    "path_60k": lambda rng: [Segment(-1, 60_000)],
-}
-"""Tree shapes by name: prompts with responses, agents with branches, tiny nodes, one long path."""
+GATE_TOKENS = {"cpu": 60, "cuda": 700}
+"""Of the forest that must be right before anything is timed; Triton's interpreter is slow."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured implementation on one shape; medians of repeated runs.
+class Workload:
+    """What is timed, apart from the shape.
 
     Attributes:
-        visible_pairs: (query, key) pairs per head.
-        computed_over_visible: area of the visited forward tiles over the visible pairs.
-        plan_ms: host time to build the block lists.
-        forward_bytes: read and written at least: q, k, v and the output, once.
+        heads: numbers of query and of key/value heads.
+        max_tokens: scale shapes down to about this many tokens; None for their full size.
+        repeats: timed runs, after one that compiles.
     """
 
-    device: str
-    shape: str
-    implementation: str
-    num_tokens: int
-    visible_pairs: int
-    computed_over_visible: float
-    forward_bytes: int
-    plan_ms: float
-    forward_ms: float
-    backward_ms: float
-    forward_tflops_per_s: float
-    backward_tflops_per_s: float
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int]
+    head_dim: int
+    max_tokens: int | None
+    repeats: int
 
 
-def gate(
-    implementation: Implementation,
-    dtype: torch.dtype,
-    head_dim: int,
-    device: torch.device | str,
-) -> float:
+def gate(implementation: Implementation, workload: Workload) -> float:
     """Largest error of an implementation on a small forest in two micro-batches.
 
     Raises:
@@ -98,105 +59,84 @@ def gate(
     def attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedMicroBatch, store: Any) -> Tensor:
         return tree_attention(q, k, v, packed, store=store, implementation=implementation)
 
+    num_tokens = GATE_TOKENS[workload.device.type]
     errors = check_forest(
-        random_forest(np.random.default_rng(0), 150, 40),
+        random_forest(np.random.default_rng(0), num_tokens, num_tokens // 4),
         attention,
-        head_dim=head_dim,
-        dtype=dtype,
-        cuts=[70],
-        device=device,
+        head_dim=workload.head_dim,
+        dtype=workload.dtype,
+        cuts=[num_tokens // 2],
+        device=workload.device,
     )
-    worst = max(errors.values())
-    if worst > TOLERANCE[dtype]:
+    worst, bar = max(errors.values()), TOLERANCE[workload.dtype]
+    if worst > bar:
         raise ToleranceError(
-            f"{implementation} has error {worst:.1e} in {dtype}, above {TOLERANCE[dtype]:.1e}",
+            f"{implementation} has error {worst:.1e} in {workload.dtype}, above {bar:.1e}",
             "no time is reported for a wrong result; run the tests in tests/kernels",
         )
     return worst
 
 
-def tree_attention_rows(
+def measure(
+    implementation: Implementation,
     shapes: Iterable[str],
-    implementations: Iterable[Implementation],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    heads: tuple[int, int] = (32, 8),
-    head_dim: int = 128,
-    max_tokens: int | None = None,
-    repeats: int = 5,
-) -> list[Row]:
-    """Measure implementations on shapes, after their gate.
-
-    Args:
-        max_tokens: scale the segments down to about this many tokens; for CPUs.
+    workload: Workload,
+    baselines: Iterable[str] = BASELINES,
+) -> Table:
+    """Tree attention by one implementation, and baselines, on shapes.
 
     Raises:
-        BackendError: for an unknown shape.
-        ToleranceError: if an implementation fails its gate.
+        BackendError: for an unknown shape, or if the implementation cannot run on the device.
+        ToleranceError: if the implementation fails its gate, or a baseline disagrees with it.
     """
-    rows = []
-    chosen = list(implementations)
-    for implementation in chosen:
-        gate(implementation, dtype, head_dim, device)
+    table = Table(gate(implementation, workload))
     for shape in shapes:
-        if shape not in SHAPES:
-            raise BackendError(f"unknown shape {shape!r}", f"use one of {list(SHAPES)}")
-        segments = SHAPES[shape](np.random.default_rng(0))
-        (packed,) = pack_forest(shrink(segments, max_tokens))
-        inputs = random_inputs(packed.total_tokens, heads, head_dim, dtype, device)
-        for implementation in chosen:
-            attention = partial(tree_attention, implementation=implementation)
-            times = time_attention(attention, packed, inputs, repeats)
-            rows.append(make_row(shape, implementation, packed, inputs, times))
-    return rows
+        _measure_shape(implementation, shape, workload, list(baselines), table)
+    return table
 
 
-def shrink(segments: list[Segment], max_tokens: int | None) -> list[Segment]:
-    total = sum(s.num_tokens for s in segments)
-    if max_tokens is None or total <= max_tokens:
-        return segments
-    return [s._replace(num_tokens=max(1, s.num_tokens * max_tokens // total)) for s in segments]
-
-
-def make_row(
+def _measure_shape(
+    implementation: Implementation,
     shape: str,
-    implementation: str,
-    packed: PackedMicroBatch,
-    inputs: Inputs,
-    times: tuple[float, float],
-) -> Row:
-    heads, head_dim, pairs = inputs.q.shape[1], inputs.q.shape[2], packed.pairs
-    flops = pairs * heads * head_dim
-    plan_s, area = plan_cost(packed, head_dim)
-    forward_s, backward_s = times
-    return Row(
-        device=device_name(inputs.q.device),
-        shape=shape,
-        implementation=implementation,
-        num_tokens=packed.total_tokens,
-        visible_pairs=pairs,
-        computed_over_visible=round(area / pairs, 4),
-        forward_bytes=2 * inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes,
-        plan_ms=round(plan_s * 1e3, 3),
-        forward_ms=round(forward_s * 1e3, 3),
-        backward_ms=round(backward_s * 1e3, 3),
-        forward_tflops_per_s=round(FORWARD_FLOPS * flops / forward_s / 1e12, 6),
-        backward_tflops_per_s=round(BACKWARD_FLOPS * flops / backward_s / 1e12, 6),
+    workload: Workload,
+    baselines: list[str],
+    table: Table,
+) -> None:
+    cost = plan_cost(pack_forest(make_shape(shape))[0], workload.head_dim)
+    segments = make_shape(shape, workload.max_tokens)
+    (packed,) = pack_forest(segments)
+    inputs = random_inputs(
+        packed.total_tokens, workload.heads, workload.head_dim, workload.dtype, workload.device
     )
+    ours = Baseline(partial(tree_attention, implementation=implementation), inputs)
+    times = time_attention(ours.attention, packed, inputs, workload.repeats)
+    table.rows.append(make_row(shape, implementation, packed, inputs, cost, times, 1.0))
+    expected = ours.attention(*inputs[:3], packed)
+    for name in baselines:
+        try:
+            baseline = make_baseline(name, segments, packed, inputs)
+            _require_agreement(name, shape, baseline, packed, expected)
+            theirs = time_attention(baseline.attention, packed, baseline.inputs, workload.repeats)
+        except (BackendError, ImportError, RuntimeError) as error:
+            # Another library that is missing, too large or broken must not end the run.
+            reason = (str(error) or repr(error)).splitlines()[0]
+            table.skipped.append(Skipped(name, shape, reason[:200]))
+            continue
+        slower_by = sum(theirs) / sum(times)
+        table.rows.append(make_row(shape, name, packed, baseline.inputs, cost, theirs, slower_by))
 
 
-def plan_cost(packed: PackedMicroBatch, head_dim: int) -> tuple[float, int]:
-    """Seconds to build the lists of all kernels on the host, and area of the forward's tiles."""
-    tiles = HOPPER[min(size for size in HOPPER if size >= head_dim)]
-    start_s = time.perf_counter()
-    runs = key_runs(packed)
-    cached, local, num_queries = cached_rows(runs, None), local_rows(runs), packed.total_tokens
-    shape = tiles.forward.block_q, tiles.forward.block_k
-    visits = query_index(cached, local, num_queries, *shape)
-    for rows in (cached, local):
-        key_index(rows, num_queries, tiles.dkv.block_q, tiles.dkv.block_k)
-    return time.perf_counter() - start_s, len(visits.row) * shape[0] * shape[1]
+def _require_agreement(
+    name: str, shape: str, baseline: Baseline, packed: PackedMicroBatch, expected: Tensor
+) -> None:
+    out = baseline.attention(*baseline.inputs[:3], packed).float()
+    wanted = (expected if baseline.rows is None else expected[baseline.rows]).float()
+    error, bar = float((out - wanted).norm() / wanted.norm()), 2 * TOLERANCE[expected.dtype]
+    if not error <= bar:
+        raise ToleranceError(
+            f"{name} and tree attention differ by {error:.1e} on {shape}, above {bar:.1e}",
+            "one of them is wrong there, so no times are reported",
+        )
 
 
 def time_attention(
@@ -219,18 +159,3 @@ def _clock(x: Tensor) -> float:
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter()
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or cpu with its number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
-
-
-def write_csv(rows: list[Row], path: Path) -> None:
-    """One line per row, with the device in the first column."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)

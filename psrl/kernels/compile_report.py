@@ -35,7 +35,7 @@ TARGETS = {"sm_80": 80, "sm_90": 90, "sm_90a": 90}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KERNELS = ("forward", "dq", "dkv", "dkv_add")
-OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
+OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
 
 
 class OfflineDriver:

@@ -46,8 +46,8 @@ def _same(tiles: Tiles) -> KernelTiles:
 
 
 HOPPER = {
-    64: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
-    128: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
+    64: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+    128: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
     256: KernelTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
 }
 """16-bit floats through tensor descriptors: compute capability 9.x, up to 227 KiB shared memory."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from psrl.core.errors import BackendError
@@ -61,6 +62,32 @@ def tree_attention(
             "pass one store, for example a DictStore, to all micro-batches of the program",
         )
     return attention(q_THD, k_TGD, v_TGD, packed, store, layer, scale)
+
+
+def prepare_attention(
+    packed: PackedMicroBatch,
+    *,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device,
+    store: KeyValueStore | None = None,
+) -> None:
+    """Do ahead what the host does once per micro-batch for all layers, forward and backward.
+
+    Call it while the device is busy with the micro-batch before, with the store that
+    `tree_attention` will get and the blocks that the micro-batch reads placed in it. Only
+    "triton" has such work; without this call, the first layer does it.
+
+    Raises:
+        BackendError: if the implementation, dtype or head dimension does not fit.
+        PlanError: if the tokens are not packed in depth-first order.
+    """
+    _find(implementation)
+    if implementation == "triton":
+        from .triton_attention import prepare_triton
+
+        prepare_triton(packed, store, dtype, head_dim, device)
 
 
 def _find(implementation: str) -> Callable[..., Any]:

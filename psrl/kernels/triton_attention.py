@@ -52,21 +52,45 @@ def triton_attention(
             f'implementation="triton" needs a CUDA device, the tensors are on {q_THD.device}',
             'use implementation="parts", or set TRITON_INTERPRET=1 before Triton is imported',
         )
+    aligned = all(is_aligned(x) for x in (q_THD, k_TGD, v_TGD))
     if use_tma is None:
-        capability = (0, 0) if interpreted else torch.cuda.get_device_capability(q_THD.device)
-        use_tma = can_use_tma(capability, q_THD.dtype, q_THD.shape[2]) and all(
-            is_aligned(x) for x in (q_THD, k_TGD, v_TGD)
-        )
-    elif use_tma and not all(is_aligned(x) for x in (q_THD, k_TGD, v_TGD)):
+        use_tma = aligned and _has_tma(q_THD.dtype, q_THD.shape[2], q_THD.device)
+    elif use_tma and not aligned:
         raise BackendError(
             "tensor descriptors need addresses and row strides in multiples of 16 bytes",
             "pass contiguous tensors, or use_tma=False",
         )
     if tiles is None:
-        tiles = kernel_tiles(q_THD.dtype, q_THD.shape[2], use_tma)
-        tiles = INTERPRETER if interpreted else tiles
+        tiles = _shipped_tiles(q_THD.dtype, q_THD.shape[2], use_tma)
     scale = q_THD.shape[2] ** -0.5 if scale is None else scale
     return _TritonAttention.apply(q_THD, k_TGD, v_TGD, packed, store, layer, scale, tiles, use_tma)
+
+
+def prepare_triton(
+    packed: PackedMicroBatch,
+    store: KeyValueStore | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device,
+) -> None:
+    """Build the lists of visits of a micro-batch whose rows will be aligned to 16 bytes.
+
+    Raises:
+        BackendError: if dtype or head dimension do not fit.
+        PlanError: if the tokens are not packed in depth-first order.
+    """
+    tiles = _shipped_tiles(dtype, head_dim, _has_tma(dtype, head_dim, device))
+    attention_index(packed, store, tiles, device)
+
+
+def _has_tma(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return can_use_tma(capability, dtype, head_dim)
+
+
+def _shipped_tiles(dtype: torch.dtype, head_dim: int, use_tma: bool) -> KernelTiles:
+    tiles = kernel_tiles(dtype, head_dim, use_tma)
+    return INTERPRETER if INTERPRETED.value else tiles
 
 
 class _TritonAttention(torch.autograd.Function):

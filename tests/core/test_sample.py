@@ -34,6 +34,12 @@ def test_tokens_are_counted_through_block_lengths() -> None:
     assert batch.sample_loss_spans(1).shape == (0, 2)
 
 
+def test_offsets_of_single_tokens_are_those_of_symbols() -> None:
+    batch = make_batch([[5, 6], [], [7]], [[], [], []])
+    assert batch.token_offsets.tolist() == [0, 2, 2, 3]
+    assert batch.token_offsets is batch.symbol_offsets  # no array of all tokens was made
+
+
 def test_missing_columns_are_neutral() -> None:
     batch = make_batch([[1], [2]], [[], []])
     assert batch.group_id.tolist() == batch.trajectory_id.tolist() == ["0", "1"]

@@ -19,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from psrl.core.errors import BackendError
 from psrl.core.packing import PackedMicroBatch
-from psrl.kernels import DictStore, KeyValueStore, LinearStore, tree_attention
+from psrl.kernels import (
+    DictStore,
+    KeyValueStore,
+    LinearStore,
+    prepare_attention,
+    tree_attention,
+)
 from psrl.kernels.check import (
     TOLERANCE,
     Inputs,
@@ -267,6 +273,43 @@ def test_the_index_is_built_once_and_follows_moved_blocks(monkeypatch: pytest.Mo
     assert keys <= attention_index._indices.keys()
     del micro_batches
     assert not keys & attention_index._indices.keys()
+
+
+def test_a_prepared_micro_batch_builds_nothing_in_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+    build = attention_index._build
+    monkeypatch.setattr(attention_index, "_build", lambda *a: built.append(0) or build(*a))
+    micro_batches, inputs = (
+        pack_forest([Segment(-1, 20), Segment(0, 9)], [15]),
+        random_inputs(29, (2, 1), 16, torch.float32),
+    )
+    store = buffer_store(29, 1, 16, torch.float32)
+
+    def prepared(q: Tensor, k: Tensor, v: Tensor, packed: PackedMicroBatch, store: KeyValueStore):
+        prepare_attention(
+            packed,
+            implementation="triton",
+            dtype=q.dtype,
+            head_dim=16,
+            device=q.device,
+            store=store,
+        )
+        before = len(built)
+        out = tree_attention(q, k, v, packed, store=store, implementation="triton")
+        assert len(built) == before
+        return out
+
+    run_micro_batches(micro_batches, inputs, prepared, store)
+    assert len(built) == 2
+    prepare_attention(
+        micro_batches[0],
+        implementation="parts",
+        dtype=torch.float32,
+        head_dim=16,
+        device=torch.device("cpu"),
+    )
 
 
 def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

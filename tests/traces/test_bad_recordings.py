@@ -2,10 +2,12 @@
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -227,24 +229,82 @@ def survives(path: Path, format: str, tokenizer: str) -> None:
                 batch.validate()
 
 
+ODD_NUMBERS = [float("nan"), float("inf"), -1, -0.5, 0, 2**31, 2**63, -(2**63), 10**40, 1e308]
+
+
+def damage(value: Any, data: st.DataObject) -> None:
+    """Change one place: wrong type, missing or extra field, odd number, duplicate entry."""
+    found = places(value)
+    kind = data.draw(st.sampled_from(["replace", "delete", "extra", "number", "duplicate"]))
+    if kind == "extra":
+        objects = [c[k] for c, k in found if isinstance(c[k], dict)]
+        if objects:
+            data.draw(st.sampled_from(objects))[data.draw(st.text(max_size=5))] = None
+        return
+    if kind == "number":
+        found = [(c, k) for c, k in found if type(c[k]) in (int, float)] or found
+    if kind == "duplicate":
+        found = [(c, k) for c, k in found if isinstance(c, list)] or found
+    container, key = data.draw(st.sampled_from(found))
+    if kind == "delete":
+        del container[key]
+    elif kind == "duplicate" and isinstance(container, list):
+        container.insert(data.draw(st.integers(0, len(container))), container[key])
+    else:
+        odd = st.sampled_from(ODD_NUMBERS) if kind == "number" else json_values
+        container[key] = data.draw(odd)
+
+
 @pytest.mark.parametrize("format", NAMES)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_replaced_or_missing_field(
+def test_any_damaged_record(
     fixtures: Path, tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
 ) -> None:
     text = (fixtures / NAMES[format]).read_text()
     is_lines = NAMES[format].endswith(".jsonl")
     value = [json.loads(x) for x in text.splitlines() if x] if is_lines else json.loads(text)
     value = copy.deepcopy(value)
-    container, key = data.draw(st.sampled_from(places(value)))
-    if data.draw(st.booleans()):
-        container[key] = data.draw(json_values)
-    else:
-        del container[key]
+    for _ in range(data.draw(st.integers(1, 2))):
+        damage(value, data)
     path = tmp_path / "changed"
     dump: Callable[[Any], str] = json.dumps
     path.write_text("\n".join(map(dump, value)) if is_lines else dump(value))
+    survives(path, format, byte_tokenizer)
+
+
+PICKLED: dict[str, Any] = {
+    "slime": {
+        "rollout_id": 12,
+        "samples": [
+            {"group_index": 0, "tokens": [1, 2, 3], "response_length": 2, "reward": 1.0}
+            | {"loss_mask": [1, 0], "session_id": "s", "status": "completed"},
+            {"group_index": 0, "tokens": [1, 5], "response_length": 1, "reward": 0.0},
+        ],
+    },
+    "verl_transfer_queue": {
+        "tensordict": {"input_ids": [[1, 2, 3], [1, 4]], "responses": [[3], [4]]},
+        "tags": [{"is_padding": False}, {}],
+        "keys": ["u_0_0", "u_1_0"],
+        "global_steps": 7,
+    },
+}
+
+
+@pytest.mark.parametrize("format", PICKLED)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damaged_pickled_record(
+    tmp_path: Path, byte_tokenizer: str, format: str, data: st.DataObject
+) -> None:
+    value = copy.deepcopy(PICKLED[format])
+    damage(value, data)
+    if data.draw(st.booleans()):
+        tensors = value.get("tensordict")
+        if isinstance(tensors, dict) and isinstance(tensors.get("input_ids"), list):
+            tensors["input_ids"] = np.array([[1, 2, 3], [1, 4, 0]])
+    path = tmp_path / "changed.pkl"
+    path.write_bytes(pickle.dumps(value))
     survives(path, format, byte_tokenizer)
 
 
@@ -258,5 +318,7 @@ def test_any_damaged_bytes(
     start = data.draw(st.integers(0, len(content)))
     end = data.draw(st.sampled_from([start, start + 1, len(content)]))
     path = tmp_path / "damaged"
-    path.write_bytes(content[:start] + data.draw(st.binary(max_size=3)) + content[end:])
+    # 0xff is nowhere valid in UTF-8.
+    new = data.draw(st.binary(max_size=3) | st.just(b"\xff"))
+    path.write_bytes(content[:start] + new + content[end:])
     survives(path, format, byte_tokenizer)

@@ -175,6 +175,24 @@ def test_verl_data_proto(fixtures: Path, name: str) -> None:
     assert recording.sampling_mode == "traj"
 
 
+@pytest.mark.parametrize(
+    "name", ["real_tq_batch.pt", "real_data_proto.pkl", "real_data_proto_numpy.pkl"]
+)
+def test_dumps_of_the_real_verl_and_tensordict(fixtures: Path, name: str) -> None:
+    recording = read(fixtures / name)
+    (batch,) = recording.batches
+    nested = name == "real_tq_batch.pt"
+    assert rows(batch) == [
+        ([11, 12, 13, 21, 22, 23, 24], [[3, 5], [6, 7]] if nested else [[3, 7]]),
+        ([11, 12, 13, 21, 25], [[3, 5]]),
+        ([11, 12, 13, 31, 32, 33], [[3, 6]]),
+    ]
+    assert batch.group_id.tolist() == ["a", "a", "b"]
+    assert batch.reward.tolist() == ([1, 0, 0.5] if nested else [1, 0, 0])
+    if not nested:
+        assert batch.advantage.tolist() == [1, -1, 0]
+
+
 def test_slime(fixtures: Path) -> None:
     recording = read(fixtures / "rollout_12.pt")
     (batch,) = recording.batches
@@ -306,6 +324,9 @@ def test_formats_of_dumps_are_recognised(fixtures: Path) -> None:
         "fireact.json": "fireact",
         "game24.json": "tree_of_thought",
         "hotpotqa.jsonl": "knowagent_hotpotqa",
+        "real_data_proto.pkl": "verl_data_proto",
+        "real_data_proto_numpy.pkl": "verl_data_proto",
+        "real_tq_batch.pt": "verl_transfer_queue",
         "requests.jsonl": "mooncake",
         "rollout_12.pt": "slime",
         "run.traj": "swe_agent",
