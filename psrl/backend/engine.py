@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from psrl.core.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, EventLog
 from psrl.core.memory import HEAD_CHUNK_TOKENS, MemoryState
 from psrl.core.sample import FloatArray
 from psrl.core.schedule import Op
-from psrl.kernels.tree_attention import Implementation
+from psrl.kernels.tree_attention import Implementation, prepare_attention
 
 from .compat import GPTModel, parallel_state
 from .inputs import EdgeInputs, RankProgram
@@ -129,11 +130,14 @@ class RankEngine:
             self._device,
             send_window=self.send_window,
         )
-        for op in rank_program.ops:
+        for op, next_op in zip_longest(rank_program.ops, rank_program.ops[1:]):
             received = pipe.receive(op)
             start_s = self._now_s()
             store.begin(op)
             result = stage_run.run(op, received)
+            if next_op is not None:
+                # The host has time for it while a device computes this op.
+                self._prepare(rank_program, next_op, store)
             memory = MemoryState(
                 static_bytes=self.static_bytes,
                 activation_bytes=stage_run.activation_bytes,
@@ -148,6 +152,17 @@ class RankEngine:
         pipe.flush()
         store.finish()
         return stage_run.loss
+
+    def _prepare(self, rank_program: RankProgram, op: Op, store: BlockStore) -> None:
+        """Lay out the attention of an op that comes next."""
+        prepare_attention(
+            rank_program.micro_batches[op.micro_batch].packed,
+            implementation=self.implementation,
+            dtype=self._dtype,
+            head_dim=self.spec.kv_channels,
+            device=self._device,
+            store=store,
+        )
 
     def look_ahead(self, rank_program: RankProgram, phase_inputs: PhaseInputs) -> PhaseInputs:
         """What the loss of an update must know of its whole mini-batch before the first backward.
