@@ -3,11 +3,16 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-EXTRAS ?= backend,tokenizer,dev
+EXTRAS ?= backend,gpu,tokenizer,dev
 
 comma := ,
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(subst $(comma),-,$(EXTRAS))
+
+NEXT       := .venv-megatron-next
+NEXT_STAMP := $(NEXT)/.setup
+VERL       := .venv-verl
+VERL_STAMP := $(VERL)/.setup
 
 # With the root on sys.path our `kernels` link would hide the Hugging Face package of that name.
 export PYTHONSAFEPATH := 1
@@ -17,12 +22,12 @@ export TORCHDYNAMO_DISABLE := 1
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-fast bench fmt lint type imports check clean
+.PHONY: help setup demo test test-fast test-megatron-next test-verl bench fmt lint type imports check clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON=python3.12  EXTRAS=backend,gpu,tokenizer,dev  (gpu adds Triton)"
+	@echo "  Variables: PYTHON=python3.12  EXTRAS=backend,tokenizer,dev  (without the 600 MB of Triton)"
 
 setup: $(STAMP) ## Create .venv and install psRL into it
 
@@ -44,6 +49,31 @@ test: test-fast ## All tests, the fast ones first
 test-fast: $(STAMP) ## Tests without a GPU that take seconds
 	$(PYTEST) -m "not slow and not gpu"
 
+# megatron-core 0.19.2 asks for Python 3.12 but runs on 3.11. The flag that permits it would apply to
+# its dependencies too, so it comes alone, after them.
+$(NEXT_STAMP): pyproject.toml
+	test -x $(NEXT)/bin/pip || $(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet "$(TORCH)"
+	$(NEXT)/bin/python -m pip install --quiet --editable ".[gpu,dev]" "packaging>=24.2" "psutil>=6"
+	$(NEXT)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	@touch $@
+
+# The slow ones are those in which Megatron does most: experts, four stages, checkpoints, torchrun.
+test-megatron-next: $(NEXT_STAMP) ## Tests of the backend with the newer megatron-core
+	$(NEXT)/bin/python -m pytest -q -n 2 --dist loadfile tests/backend -m "not slow and not gpu"
+	$(NEXT)/bin/python -m pytest -q -n 2 --dist loadfile tests/backend -m slow \
+		-k "(ep2 or ep4 or pp4 or resume or torchrun) and not many"
+
+$(VERL_STAMP): pyproject.toml
+	test -x $(VERL)/bin/pip || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VERL)/bin/python -m pip install --quiet --editable ".[verl,dev]"
+	@touch $@
+
+# veRL brings 2 GB of packages, Ray among them, so it has an environment of its own.
+test-verl: $(VERL_STAMP) ## Tests of the veRL adapter against veRL's own engine
+	$(VERL)/bin/python -m pytest -q tests/integrations -m verl
+
 # Benchmarks are not installed, so they run from the root, which must then be on sys.path.
 bench: $(STAMP) ## Measured figures beside their bars; NAME=traces for one
 	PYTHONSAFEPATH= $(BIN)/python -m benchmarks.run $(NAME)
@@ -62,8 +92,8 @@ type: $(STAMP) ## Check types
 imports: $(STAMP) ## Check that imports point down
 	$(BIN)/lint-imports
 
-check: lint type imports test ## Everything that CI runs
+check: lint type imports test test-verl ## Everything that CI runs
 
-clean: ## Remove the environment, caches and build outputs; keep runs/
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## Remove the environments, caches and build outputs; keep runs/
+	rm -rf $(VENV) $(NEXT) $(VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find psrl tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ every token's path predecessor is the token before it.
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -254,9 +255,16 @@ class LossEdges:
     micro_batch: IntArray
     row: IntArray
 
+    @cached_property
+    def _by_micro_batch(self) -> tuple[IntArray, IntArray]:
+        order = np.argsort(self.micro_batch, kind="stable")
+        return order, self.micro_batch[order]
+
     def of(self, micro_batch: int) -> "LossEdges":
         """The edges of one micro-batch."""
-        rows = np.flatnonzero(self.micro_batch == micro_batch)
+        order, ascending = self._by_micro_batch
+        first, end = np.searchsorted(ascending, [micro_batch, micro_batch + 1])
+        rows = order[first:end]
         return LossEdges(
             self.sample[rows], self.token[rows], self.micro_batch[rows], self.row[rows]
         )

@@ -1,0 +1,123 @@
+"""Runs a batch of whole samples by a plan, for one of the three phases."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from psrl.backend.compat import parallel_state
+from psrl.backend.engine import RankEngine
+from psrl.backend.inputs import RankProgram
+from psrl.backend.look_ahead import forward_only
+from psrl.backend.stage import PhaseInputs
+from psrl.core.errors import BackendError
+from psrl.core.events import EventLog
+from psrl.core.sample import FloatArray
+
+from .planning import BatchPlanner
+from .sample_loss import WholeSampleLoss
+from .stage_run import VerlStageRun
+
+
+@dataclass
+class BatchRun:
+    """The model on this rank, and who plans for it."""
+
+    engine: RankEngine
+    planner: BatchPlanner
+
+    def __call__(
+        self, whole: WholeSampleLoss, is_update: bool, max_tokens: int
+    ) -> dict[str, float]:
+        """Run one phase; `whole` then has the logprobs of all ranks.
+
+        Gradients of an update are added to the engine's, not yet reduced.
+
+        Returns:
+            Metrics by name, the same on every rank but for times.
+        """
+        if not whole.samples.batch.num_samples:
+            return _metrics(0, 0, 0, 0.0, 0, 0)
+        planned, plan_time_s = self.planner.plan(whole.samples, is_update, max_tokens)
+        engine, rank_program = self.engine, planned.rank_program
+        engine.stage_run = partial(VerlStageRun, whole=whole)
+        engine.log = EventLog()
+        engine.start_clock()
+        unknown = np.full(len(whole.samples.loss_tokens), np.nan)
+        inputs = None
+        if is_update:
+            if not whole.token_wise:
+                self._forward(whole, forward_only(rank_program), None)
+                whole.differentiate()
+            inputs = engine.look_ahead(rank_program, PhaseInputs(unknown, unknown))
+        engine.log = EventLog()
+        self._forward(whole, rank_program, inputs)
+        return _metrics(
+            planned.logical_tokens,
+            planned.unique_tokens,
+            planned.executed_tokens,
+            plan_time_s,
+            len(rank_program.micro_batches),
+            self._peak_kv_bytes(),
+        )
+
+    def _forward(
+        self, whole: WholeSampleLoss, rank_program: RankProgram, inputs: PhaseInputs | None
+    ) -> None:
+        phase = "log_old_prob" if inputs is None else "update"
+        logprobs = np.full(len(whole.samples.loss_tokens), np.nan)
+        self.engine.run(rank_program, phase, logprobs, inputs)
+        _share(whole, logprobs)
+
+    def _peak_kv_bytes(self) -> int:
+        events = self.engine.log.finish()
+        mine = int((events.kv_bytes + events.kv_gradient_bytes).max(initial=0))
+        device = next(self.engine.model.parameters()).device
+        peak = torch.tensor(mine, device=device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak)
+
+
+def _share(whole: WholeSampleLoss, logprobs: FloatArray) -> None:
+    """Give every rank the logprobs and entropies that the last stages computed."""
+    mine = ~np.isnan(logprobs)
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        mine[:] = False  # the first tensor-parallel rank has the same values
+    known = torch.from_numpy(mine).to(whole.logprob.device)
+    found = torch.from_numpy(np.nan_to_num(logprobs)).to(whole.logprob)
+    shared = torch.stack([known.to(found), found * known, whole.entropy * known])
+    dist.all_reduce(shared)
+    count, logprob, entropy = shared
+    if bool((count != 1).any()):
+        wrong = torch.nonzero(count != 1).flatten()
+        first = int(wrong[0])
+        tokens = whole.samples.loss_tokens
+        raise BackendError(
+            f"{len(wrong)} of {len(count)} trained tokens have no finite logprob; the first is "
+            f"token {int(tokens.token[first])} of sample {int(whole.samples.row[first])}",
+            "has training diverged? look at grad_norm of the steps before",
+        )
+    whole.logprob.copy_(logprob)
+    whole.entropy.copy_(entropy)
+
+
+def _metrics(
+    logical_tokens: int,
+    unique_tokens: int,
+    executed_tokens: int,
+    plan_time_s: float,
+    num_micro_batches: int,
+    peak_kv_bytes: int,
+) -> dict[str, float]:
+    return {
+        "psrl/logical_tokens": logical_tokens,
+        "psrl/unique_tokens": unique_tokens,
+        "psrl/executed_tokens": executed_tokens,
+        "psrl/prefix_match_rate": 1.0 - unique_tokens / max(logical_tokens, 1),
+        "psrl/plan_time_s": plan_time_s,
+        "psrl/num_micro_batches": num_micro_batches,
+        # veRL takes the maximum over mini-batches of what has "max" in its name.
+        "psrl/peak_kv_bytes_max": peak_kv_bytes,
+    }

@@ -1,0 +1,60 @@
+"""The adapter's policy: psRL's placement, and the best of a few cuts.
+
+The `psrl` policy compares some forty cuts of every rank and the plans of other policies. That is
+worth its time offline; inside a training step planning must take less than it saves.
+"""
+
+from itertools import product
+
+import numpy as np
+
+from psrl.core.sample import IntArray
+from psrl.planner.assemble import BuiltProgram, RankProgram, join_ranks
+from psrl.planner.layout import Layout
+from psrl.planner.micro_batching import MEMORY_WEIGHT, CutRule, best_group_program
+from psrl.planner.placement_riders import move_riders
+from psrl.planner.placement_tree import GAP_TOLERANCE, two_level_leaves
+from psrl.planner.policies import Draft, with_our_cuts
+from psrl.planner.problem import ProgramProblem
+from psrl.planner.token_cuts import rank_view
+
+QUICK = f"{__name__}:quick"
+"""The name by which the planner finds it."""
+
+# Micro-batches as multiples of the fewest; units: one is fastest, many hold least.
+_COUNT_FACTORS = (1.0, 2.0)
+_NUM_UNITS = (1, 16)
+
+
+def quick(target: ProgramProblem) -> Draft:
+    """Two-level placement, cuts in units, dropped activations where memory demands it."""
+    rank = _place(target)
+    if target.problem.setup.parallel.coupled_ranks > 1:
+        return with_our_cuts(target, rank)  # ranks that share experts are cut together
+    layout = Layout(target, rank, np.zeros(len(rank), np.int64))
+    return Draft(layout, lambda: _few_cuts(layout))
+
+
+def _place(target: ProgramProblem) -> IntArray:
+    planning, tree = target.problem.setup.planning, target.cost_tree
+    num_ranks = target.problem.num_ranks
+    if num_ranks == 1:
+        return np.zeros(target.samples.num_samples, np.int64)
+    leaf_rank = two_level_leaves(
+        tree, num_ranks, target.rank_cost_bound_s, planning.search_iterations, planning.seed
+    )
+    goal_s = target.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
+    return move_riders(target, leaf_rank[tree.leaf_of_sample], goal_s)
+
+
+def _few_cuts(layout: Layout) -> BuiltProgram:
+    """The best of few cuts on every rank; if a rank fits with none of them, of all cuts."""
+    # Forward-only, nothing is held: a plain even cut is best.
+    units = _NUM_UNITS if layout.target.is_update else _NUM_UNITS[:1]
+    rules = [CutRule(factor, unit, 1.0) for factor, unit in product(_COUNT_FACTORS, units)]
+    ranks: list[RankProgram] = []
+    for rank in range(layout.problem.num_ranks):
+        choice = best_group_program([rank_view(layout, rank)], rules, MEMORY_WEIGHT)
+        ranks += choice.program.ranks
+    built = join_ranks(layout, ranks)
+    return built if built.fits else with_our_cuts(layout.target, layout.rank).build()
