@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.config import PlanningConfig, Setup
 from psrl.core.events import EventLog, Events
 from psrl.core.plan import Program
-from psrl.core.sample import SampleBatch
+from psrl.core.sample import FloatArray, SampleBatch
 from psrl.core.trace import open_trace
+from psrl.kernels.tree_attention import Implementation
 from psrl.planner.assemble import Caching, rank_program
 from psrl.planner.layout import Layout
 from psrl.planner.micro_batching import CutRule, cut_rank
@@ -49,6 +51,17 @@ NUM_REPEATS = 3
 CUTS = ((5, 2), (7, 3))
 MIN_EFFICIENCY = {"forward": 0.9, "update": 0.85}
 MAX_PEAK_RATIO = 0.6
+CPU_CORE = DeviceSpec(
+    name="cpu-core",
+    peak_flops_per_s=120e9,
+    memory_bytes=2**36,
+    memory_bandwidth_bytes_per_s=10e9,
+    gemm_efficiency=0.9,
+    attention_efficiency=0.4,
+    host_layer_s=1e-3,
+    dtype_bytes=4,
+)
+Recompute = Literal["off", "full", "ancestors", "ancestors dropped"]
 
 
 def model_spec(hidden_size: int) -> ModelSpec:
@@ -65,18 +78,10 @@ def model_spec(hidden_size: int) -> ModelSpec:
     )
 
 
-def problems(batch: SampleBatch, model: ModelSpec) -> tuple[ProgramProblem, ProgramProblem]:
-    """The forward-only and the update program of a batch on one CPU core."""
-    device = DeviceSpec(
-        name="cpu-core",
-        peak_flops_per_s=120e9,
-        memory_bytes=2**36,
-        memory_bandwidth_bytes_per_s=10e9,
-        gemm_efficiency=0.9,
-        attention_efficiency=0.4,
-        host_layer_s=1e-3,
-        dtype_bytes=4,
-    )
+def problems(
+    batch: SampleBatch, model: ModelSpec, device: DeviceSpec = CPU_CORE
+) -> tuple[ProgramProblem, ProgramProblem]:
+    """The forward-only and the update program of a batch on one device."""
     cluster = ClusterSpec(
         device=device,
         num_hosts=1,
@@ -116,25 +121,27 @@ def shared_program(
     num_micro_batches: int,
     num_units: int = 1,
     caching: Caching = "dynamic",
-    drop_ancestors: bool = False,
+    recompute: Recompute = "off",
 ) -> Program:
     """Everything shared, cut by predicted cost in units.
 
     Args:
         num_micro_batches: of equal cost; units add some.
         num_units: 1 for plain even cuts, which hold most.
-        drop_ancestors: keep no activations of micro-batches that others read.
+        recompute: what is computed twice, as in docs/exactness.md; ancestors are micro-batches
+            that others read.
     """
     nobody = np.zeros(target.samples.num_samples, np.int64)
     layout = Layout(target, nobody, nobody)
     pieces = cut_rank(rank_view(layout, 0), CutRule(num_micro_batches, num_units, 1.0))
     program = rank_program(layout, 0, pieces, caching).program
-    if drop_ancestors:
-        table = program.micro_batches
-        is_ancestor = np.isin(table.micro_batch, program.blocks.micro_batch)
-        activation = np.where(is_ancestor, "drop", "keep")
-        program = rank_program(layout, 0, pieces, caching, activation).program
-    return program
+    if recompute == "off":
+        return program
+    table = program.micro_batches
+    is_chosen = np.isin(table.micro_batch, program.blocks.micro_batch) | (recompute == "full")
+    mode = "drop" if recompute == "ancestors dropped" else "recompute"
+    activation = np.where(is_chosen, mode, "keep")
+    return rank_program(layout, 0, pieces, caching, activation).program
 
 
 def flops(program: Program, model: ModelSpec) -> float:
@@ -153,13 +160,25 @@ def flops(program: Program, model: ModelSpec) -> float:
 
 @dataclass
 class Bench:
-    """One model on this process, and programs of one batch."""
+    """One model on this process, and programs of one batch.
+
+    Attributes:
+        phase_inputs: what the loss of an update reads.
+        logprobs: [number of loss tokens] of the last run, NaN before it.
+        loss_value: of the last run.
+    """
 
     batch: SampleBatch
     model: ModelSpec
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    implementation: Implementation = "parts"
+    loss: LossOptions = LossOptions(kind="sft")
 
     def __post_init__(self) -> None:
-        weights = build_model(self.model, ParallelConfig(), seed=0, dtype=torch.float32)
+        weights = build_model(
+            self.model, ParallelConfig(), seed=0, dtype=self.dtype, device=self.device
+        )
         self.gradients = MainGradients(weights, ParallelGroups.current())
         self.loss_tokens = LossTokens(self.batch)
         self.engine = RankEngine(
@@ -167,23 +186,31 @@ class Bench:
             spec=self.model,
             rank=0,
             log=EventLog(),
-            implementation="parts",
-            loss=LossOptions(kind="sft"),
+            implementation=self.implementation,
+            loss=self.loss,
             gradients=self.gradients,
             measure_activations=False,
         )
+        self.logprobs = self._unknown()
+        self.phase_inputs = PhaseInputs(self._unknown(), self._unknown())
+        self.loss_value = float("nan")
         self._token_ids = TokenIds(self.batch, self.model.vocab_size)
 
+    def _unknown(self) -> FloatArray:
+        return np.full(len(self.loss_tokens), np.nan)
+
     def prepare(self, program: Program) -> RankProgram:
-        return prepare_rank_program(0, program, 0, self.batch, self._token_ids, self.loss_tokens)
+        return prepare_rank_program(
+            0, program, 0, self.batch, self._token_ids, self.loss_tokens, self.device
+        )
 
     def run(self, prepared: RankProgram) -> Events:
         """Run a program; the gradients of an update are in `gradients`."""
         self.engine.log = EventLog()
         self.gradients.zero()
-        unknown = np.full(len(self.loss_tokens), np.nan)
+        self.logprobs = self._unknown()
         phase = "update" if prepared.program.is_update else "log_old_prob"
-        self.engine.run(prepared, phase, unknown.copy(), PhaseInputs(unknown, unknown))
+        self.loss_value = self.engine.run(prepared, phase, self.logprobs, self.phase_inputs)
         return self.engine.log.finish()
 
     def peak_bytes(self, prepared: RankProgram, activations: bool = True) -> int:
@@ -313,7 +340,7 @@ def memory() -> list[Measurement]:
             found.append(Measurement(what, dynamic / everything, "", 0.40, False))
         shared = shared_program(update, *cut)
         dense = dense_program(update, len(shared.micro_batches))
-        dropped = shared_program(update, *cut, drop_ancestors=True)
+        dropped = shared_program(update, *cut, recompute="ancestors dropped")
         peaks = [bench.peak_bytes(bench.prepare(p)) for p in (shared, dropped, dense)]
         for what, peak in zip(("kept", "dropped"), peaks, strict=False):
             row = f"update: activation + KV peak / dense, ancestors {what}"

@@ -43,6 +43,7 @@ def measure() -> list[Measurement]:
         *real_trace(),
         *scale(),
         *no_sharing(),
+        *few_leaves(),
         *small_instances(),
         *all_policies(),
     ]
@@ -88,10 +89,20 @@ def gaps(what: str, run: Timed, bar: float | None, time_bar_s: float | None) -> 
 
 def real_trace() -> list[Measurement]:
     batch = open_trace(TAU_BENCH).iteration(0)
+    rows = []
+    for ranks in (4, 8, 32):
+        what, final = f"tau-bench, {ranks} ranks", planned(batch, ranks)
+        rows += [*gaps(what, final, 0.2, None), *first_plan(what, batch, final)]
+    return rows
+
+
+def first_plan(what: str, batch: SampleBatch, final: Timed) -> list[Measurement]:
+    """How soon the heuristic's plan is there, and how far it is behind the searched one."""
+    first = planned(batch, final.plan.num_ranks, search_iterations=0)
+    behind = 100.0 * (makespan_s(first) / makespan_s(final) - 1.0)
     return [
-        m
-        for ranks in (4, 8, 32)
-        for m in gaps(f"tau-bench, {ranks} ranks", planned(batch, ranks), 0.2, None)
+        Measurement(f"{what}: first plan behind the final", behind, "%", 1.0, False),
+        Measurement(f"{what}: first plan, CPU time", first.time_s, "s", 2.0, False),
     ]
 
 
@@ -103,11 +114,8 @@ def scale() -> list[Measurement]:
         ("100k leaves, 256 ranks", grouped(12500, 8), 256, 1.0, 20.0),
     ):
         final = planned(batch, ranks)
-        first = planned(batch, ranks, search_iterations=0)
         rows += gaps(what, final, gap_bar, time_bar_s)
-        ahead = 100.0 * (first.plan.predicted["makespan_s"] / makespan_s(final) - 1.0)
-        rows.append(Measurement(f"{what}: first plan behind the final", ahead, "%", 1.0, False))
-        rows.append(Measurement(f"{what}: first plan, CPU time", first.time_s, "s", 2.0, False))
+        rows += first_plan(what, batch, final)
         rows += balance(what, final)
     return rows
 
@@ -165,6 +173,25 @@ def no_sharing() -> list[Measurement]:
     ]
 
 
+def few_leaves() -> list[Measurement]:
+    """Gaps where a rank holds 2 to 16 leaves: physically large, and part of them loose bounds."""
+    rows = []
+    for what, batch, ranks in (
+        ("tree, 4 leaves per rank", tree_groups(16), 256),
+        ("star, 8 leaves per rank", grouped(64, 8), 64),
+        ("star, 16 leaves per rank", grouped(64, 8), 32),
+        ("chain, 2 leaves per rank", webshop(64), 256),
+        ("chain, 4 leaves per rank", webshop(64), 128),
+    ):
+        for policy in ("psrl", "optimal"):
+            run = planned(batch, ranks, policy)
+            (source,) = run.plan.options["bound"]
+            gap = run.percent("placement_gap")
+            rows.append(Measurement(f"{what}, {policy}: placement gap ({source})", gap, "%"))
+            rows.append(Measurement(f"{what}, {policy}: CPU time", run.time_s, "s"))
+    return rows
+
+
 def small_instances() -> list[Measurement]:
     """`optimal` against all placements of the leaves, 200 random cases."""
     rng = np.random.default_rng(5)
@@ -204,6 +231,7 @@ def all_policies() -> list[Measurement]:
             best = min(others, key=lambda name: others[name])
             ratio = makespan_s(problem) / others[best]
             place = f"{what}, {ranks} ranks"
+            rows += first_plan(place, batch, problem)
             rows.append(
                 Measurement(f"{place}: makespan / best other ({best})", ratio, "", 1.0, False)
             )

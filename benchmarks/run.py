@@ -23,8 +23,12 @@ from .measurement import Measurement
 BENCHMARKS = {
     "backend": "prefix-shared against dense execution on a CPU",
     "planner": "gaps to proven bounds, balance, and psRL against all policies",
+    "policies": "psRL against all policies on many shapes, and token cuts against node cuts",
     "simulator": "speed and memory on 12,288 GPUs",
     "traces": "prefix trees and statistics of traces",
+}
+OTHER_ENVIRONMENT = {
+    "verl": "micro-batching against veRL's; in the environment of `make test-verl`",
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,17 +60,18 @@ def table(measurements: list[Measurement]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    listed = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
+    known = BENCHMARKS | OTHER_ENVIRONMENT
+    listed = "; ".join(f"{name}: {what}" for name, what in known.items())
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all; {listed}")
     names = parser.parse_args(arguments).names or list(BENCHMARKS)
-    unknown = [name for name in names if name not in BENCHMARKS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"unknown benchmark {unknown[0]}; known are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown benchmark {unknown[0]}; known are {', '.join(known)}")
     failed = False
     for name in names:
         surroundings = environment()
         measurements = importlib.import_module(f"benchmarks.{name}").measure()
-        print(f"{name}: {BENCHMARKS[name]}\n{table(measurements)}\n", flush=True)
+        print(f"{name}: {known[name]}\n{table(measurements)}\n", flush=True)
         result = {
             **surroundings,
             "measurements": [{**asdict(m), "met": m.met} for m in measurements],

@@ -1,5 +1,6 @@
 """Reads the run directory of a comparison; everything else in this folder works on the result."""
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,11 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from psrl.core.config import Setup, parse
+from pydantic import ValidationError
+
+from psrl.core.config import Setup
 from psrl.core.errors import ConfigError, suggest
 from psrl.core.events import Events
 from psrl.core.metrics import PHASES
 from psrl.core.run import read_json
+
+from .merge_warnings import merge_warnings
 
 POLICY_ORDER = (
     "verl",
@@ -70,6 +75,7 @@ class Comparison:
         executed: policy -> metrics of the run on devices, for those that ran.
         exactness: quantity, largest_relative_difference, tolerance; empty if not checked.
         plan_time_s: policy -> time to plan, where the manifest has it.
+        warnings: how predictions leave the domain of their calibration.
     """
 
     path: Path
@@ -84,6 +90,7 @@ class Comparison:
     executed: dict[str, dict[str, Any]]
     exactness: list[dict[str, Any]]
     plan_time_s: dict[str, float]
+    warnings: list[str]
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -179,13 +186,26 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
         metrics=metrics,
         factors=factors,
         bounds=bounds,
-        setup=parse(Setup, read_json(run / "setup.json"), str(run / "setup.json")),
+        setup=_setup(run / "setup.json"),
         sharing=sharing,
         trace=trace,
         executed={p: _metrics(executed / p / "metrics.json") for p in ran},
         exactness=_checks(exactness) if exactness.exists() else [],
         plan_time_s=read_json(manifest).get("plan_time_s", {}) if manifest.exists() else {},
+        warnings=merge_warnings({p: metrics[p].get("warnings", []) for p in policies}),
     )
+
+
+def _setup(path: Path) -> Setup:
+    """The setup as stored: its calibration is in it, unlike in a hand-written one."""
+    try:
+        return Setup.model_validate_json(json.dumps(read_json(path)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{path}: {where}: {first['msg']}", "write it again with this version of psRL"
+        ) from None
 
 
 def _checks(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from psrl import __version__
 
-from . import plots, series
+from . import plots, run_plots, series
 from .comparison import Comparison, load_comparison
 from .sentences import (
     NOT_MODELLED,
@@ -69,6 +69,7 @@ class Section:
     figures: list[Picture] = field(default_factory=list)
     tables: list[pd.DataFrame] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     verdict: Verdict | None = None
 
 
@@ -125,6 +126,8 @@ def write_figures(comparison: Comparison) -> dict[str, Path]:
     memory, workers = series.memory_series(comparison), series.worker_series(comparison)
     timeline, tokens = series.timeline_series(comparison), series.token_series(comparison)
     predicted = series.predicted_series(comparison)
+    stack, rates = run_plots.iteration_series(comparison), run_plots.throughput_series(comparison)
+    ops = run_plots.micro_batch_series(comparison)
     limit = comparison.setup.cluster.device.memory_bytes
     drawn: dict[str, tuple[Figure, pd.DataFrame]] = {
         "gain": (plots.gain(gain, baseline), gain),
@@ -132,6 +135,9 @@ def write_figures(comparison: Comparison) -> dict[str, Path]:
         "worker_times": (plots.worker_times(workers, phase), workers),
         "timeline": (plots.timeline(timeline, phase), timeline),
         "tokens": (plots.tokens(tokens), tokens),
+        "iteration_stack": (run_plots.iteration_stack(stack), stack),
+        "throughput": (run_plots.throughput(rates), rates),
+        "micro_batch_times": (run_plots.micro_batch_times(ops, phase), ops),
     }
     if not factors.empty:
         drawn["factors"] = (plots.factors(factors, baseline), factors)
@@ -157,7 +163,8 @@ def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
             show(
                 gain="Speed-up of each policy over the baseline. The bounds are of sharing alone: "
                 "by tokens where projections dominate, by visible pairs where attention does; a "
-                "workload lies between, and better cuts and placement come on top."
+                "workload lies between, and better cuts and placement come on top.",
+                iteration_stack="Where the time of one iteration goes.",
             ),
         ),
         Section(
@@ -185,6 +192,8 @@ def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
                 worker_times="Work of a rank: from its first to its last op, per optimizer step.",
                 timeline=f"Ops of the {phase} phase, the baseline on top, on one time axis; at "
                 f"most {series.MAX_TIMELINE_ROWS} lines, the slowest and fastest rank included.",
+                micro_batch_times="Equal heights mean equal micro-batches; a high one holds up its "
+                "pipeline.",
             ),
         ),
         Section(
@@ -195,6 +204,7 @@ def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
                 "simulated / executed - 1."
             ),
             tables=_evidence(comparison),
+            warnings=comparison.warnings,
             verdict=_verdict(comparison),
         ),
         Section(

@@ -36,6 +36,12 @@ OP_COLOURS = {
     "gradient_reduction": "#555555",
     "optimizer_step": "#222222",
 }
+PHASE_COLOURS = {
+    "rollout": "#d5d5d5",
+    "log_old_prob": "#9ad0f0",
+    "reference": "#56b4e9",
+    "update": "#e69f00",
+}
 _UNKNOWN_POLICY = "#999933"
 
 _RC: dict[Any, Any] = {

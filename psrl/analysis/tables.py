@@ -113,7 +113,7 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
 
 def format_comparison(table: pd.DataFrame) -> str:
     """A comparison table for the terminal."""
-    return _aligned(display_table(table))
+    return aligned(display_table(table))
 
 
 def executed_table(run: Path, baseline: str = "verl") -> pd.DataFrame:
@@ -152,7 +152,7 @@ def measured_table(comparison: Comparison) -> pd.DataFrame:
 
 def format_executed(table: pd.DataFrame) -> str:
     """An executed table for the terminal."""
-    return _aligned(display_executed(table))
+    return aligned(display_executed(table))
 
 
 def display_executed(table: pd.DataFrame) -> pd.DataFrame:
@@ -173,7 +173,7 @@ def display_executed(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _aligned(shown: pd.DataFrame) -> str:
+def aligned(shown: pd.DataFrame) -> str:
     """Columns padded to their widest cell: names left, numbers right."""
     columns = [[name, *map(str, shown[name])] for name in shown.columns]
     padded = []

@@ -4,7 +4,7 @@ A flag that is not given is None here: its default is that of the option which i
 flag which has no effect beside another one can be refused.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -221,7 +221,22 @@ class ExecutionFlags:
 
     def arguments(self) -> list[str]:
         """The flags that differ from their defaults, as a command line with absolute paths."""
-        return _arguments(self)
+        arguments: list[str] = []
+        for flag, value in _changed(self):
+            arguments.append(flag)
+            if value is not True:
+                arguments.append(str(value.resolve() if isinstance(value, Path) else value))
+        return arguments
+
+    def refuse_all(self, hint: str) -> None:
+        """Refuse flags when nothing is executed.
+
+        Raises:
+            ConfigError: naming the flags that differ from their defaults.
+        """
+        given = " and ".join(flag for flag, _ in _changed(self))
+        if given:
+            raise ConfigError(f"{given} would have no effect: no plan is executed", hint)
 
 
 def _given(flags: Any) -> dict[str, Any]:
@@ -236,14 +251,11 @@ def _refuse(flags: Any, names: Collection[str], beside: str) -> None:
         raise ConfigError(f"{given} would have no effect with {beside}", f"leave out {given}")
 
 
-def _arguments(flags: Any) -> list[str]:
-    arguments: list[str] = []
+def _changed(flags: Any) -> Iterator[tuple[str, Any]]:
+    """Names, as on the command line, and values of the flags that differ from their defaults."""
     for flag in fields(flags):
         value = getattr(flags, flag.name)
         if is_dataclass(value):
-            arguments += _arguments(value)
+            yield from _changed(value)
         elif value != flag.default:
-            arguments.append("--" + flag.name.replace("_", "-"))
-            if value is not True:
-                arguments.append(str(value.resolve() if isinstance(value, Path) else value))
-    return arguments
+            yield "--" + flag.name.replace("_", "-"), value

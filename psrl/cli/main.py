@@ -10,11 +10,15 @@ import tyro
 from psrl import __version__
 from psrl.core.errors import ExitCode, PsrlError
 
+from .bench_command import Bench
 from .calibrate_command import Calibrate
 from .compare_command import Compare
 from .doctor_command import Doctor
 from .execute_commands import Execute, Verify
-from .plan_commands import PlanCommand, Simulate
+from .plan_commands import PlanCommand
+from .reproduce_command import Reproduce
+from .simulate_command import Simulate
+from .sweep_command import Sweep
 from .trace_commands import TraceImport
 from .trace_tools import TraceMerge, TraceSlice, TraceStats, TraceSynth, TraceValidate
 
@@ -43,9 +47,12 @@ Command = (
     | Annotated[PlanCommand, tyro.conf.subcommand("plan", prefix_name=False)]
     | Annotated[Simulate, tyro.conf.subcommand("simulate", prefix_name=False)]
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep", prefix_name=False)]
     | Annotated[Execute, tyro.conf.subcommand("execute", prefix_name=False)]
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate", prefix_name=False)]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce", prefix_name=False)]
+    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
     | Annotated[Doctor, tyro.conf.subcommand("doctor", prefix_name=False)]
 )
 

@@ -1,18 +1,15 @@
-"""`psrl plan` and `psrl simulate`."""
+"""`psrl plan`, and what other commands say about plans and runs."""
 
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from psrl.core.check_plan import check_plan
+from psrl.core.calibrated_cost_model import prediction_warnings
 from psrl.core.config import load_setup
 from psrl.core.errors import ExitCode, InfeasibleError, PlanError
-from psrl.core.metrics import run_metrics
 from psrl.core.plan import Plan
-from psrl.core.run import IfExists, RunDir
 from psrl.core.sample import SampleBatch
 from psrl.core.trace import Trace, open_trace
 
@@ -20,6 +17,7 @@ from .output import OutputOptions
 
 if TYPE_CHECKING:
     from psrl.planner import PlanningProblem
+    from psrl.planner.explain import ProgramReport
 
 
 @dataclass(frozen=True)
@@ -34,19 +32,25 @@ class PlanCommand:
     """plan directory to write"""
     output: OutputOptions
     policy: str = "psrl"
-    """scheduling policy; docs/policies.md lists them"""
+    """scheduling policy of docs/policies.md, or your own: module:function or file.py:function"""
     iteration: int = 0
     explain: bool = False
     """say why: balance, duplicated tokens, idle pipeline, memory, bound, for every program"""
     search: bool = False
     """first choose tensor, pipeline and data parallel sizes, recompute and micro-batch budget for
     the cluster's devices; the table shows time against memory"""
+    plots: Path | None = None
+    """directory for figures (PNG, SVG, CSV): worker times, duplicated tokens, the tree with its
+    cut, the gap over search steps (takes the search's time again) and, with --search, time against
+    memory"""
     set: tuple[str, ...] = ()
     """change a value of the cluster file, e.g. planning.max_tokens_per_micro_batch=8192"""
 
     def run(self) -> ExitCode:
         from psrl.planner import PlanningProblem, explain, format_explanation, make_plan
 
+        if self.out.exists():
+            raise PlanError(f"{self.out} exists already", "choose another path or remove it")
         setup = load_setup(self.cluster, self.set)
         trace = open_trace(self.trace)
         batch = trace.iteration(self.iteration)
@@ -61,13 +65,38 @@ class PlanCommand:
         plan_time_s = time.perf_counter() - started_s
         plan.save(self.out)
         texts.append(describe_plan(plan, self.out))
+        reports = explain(plan, batch) if self.explain or self.plots else []
         if self.explain:
-            reports = explain(plan, batch)
             result["explanation"] = [report.as_json() for report in reports]
             texts.append(format_explanation(plan, reports))
+        if self.plots:
+            with self.output.step("drawing"):
+                paths = self._draw(self.plots, problem, plan, reports, result.get("layouts", []))
+            result["plots"] = [str(path) for path in paths]
+            texts.append("plots: " + ", ".join(result["plots"]))
+        warnings = prediction_warnings(plan)
+        texts += format_warnings(warnings)
         result |= {"policy": plan.policy, **plan.predicted, "plan_time_s": plan_time_s}
+        result["warnings"] = list(warnings)
         self.output.emit(result, "\n\n".join(texts))
         return ExitCode.OK
+
+    def _draw(
+        self,
+        directory: Path,
+        problem: "PlanningProblem",
+        plan: Plan,
+        reports: list["ProgramReport"],
+        layouts: list[dict[str, Any]],
+    ) -> list[Path]:
+        from psrl.analysis.plan_plots import save_plan_plots
+        from psrl.planner import search_progress
+
+        # Other policies do not search for a placement.
+        searched = search_progress(problem) if self.policy in ("psrl", "optimal") else []
+        progress = [point._asdict() for point in searched]
+        explanation = [report.as_json() for report in reports]
+        return save_plan_plots(plan, problem.batch, explanation, layouts, progress, directory)
 
     def _search(
         self, problem: "PlanningProblem", result: dict[str, Any], texts: list[str]
@@ -107,93 +136,6 @@ class PlanCommand:
         return replace(problem, setup=best.model_copy(update={"planning": planning}))
 
 
-@dataclass(frozen=True)
-class Simulate:
-    """Replay a plan on the simulated cluster: time, balance and memory, op by op."""
-
-    plan: tyro.conf.Positional[Path]
-    """plan directory"""
-    trace: Path
-    """the trace that the plan was made for"""
-    run_dir: Path
-    """run directory to write"""
-    output: OutputOptions
-    slow: tuple[str, ...] = ()
-    """ranks that take longer, as RANK=FACTOR, e.g. 3=1.2"""
-    nics_per_host: int | None = None
-    """network ports that a host's devices share for messages to other hosts; default own ones"""
-    overlap_gradient_reduction: bool = False
-    """reduce finished buckets during the last backward, as Megatron's overlap_grad_reduce"""
-    engine: Literal["auto", "simpy", "vectorised"] = "auto"
-    """auto replays on SimPy unless the plan is large; the events are the same"""
-    blocks: str | None = None
-    """cache in other blocks than the plan: adaptive or fixed:TOKENS"""
-    cache: str | None = None
-    """keep blocks otherwise than the plan: dynamic, everything, lru:TOKENS, recompute:TOKENS or
-    offload:TOKENS"""
-    generation_tokens_per_s: float | None = None
-    """model the rollout at this rate per trajectory; default the trace's own times, if any"""
-    rollout_concurrency: int | None = None
-    """trajectories that the modelled rollout generates at a time; default all"""
-    timeline: bool = False
-    """write timeline.json.gz, to open in ui.perfetto.dev, even of a million events and more"""
-    no_timeline: bool = False
-    """write no timeline.json.gz"""
-    if_exists: IfExists = "error"
-
-    def run(self) -> ExitCode:
-        from psrl.analysis.perfetto import write_timeline
-        from psrl.sim import SimOptions, chosen_engine, out_of_memory, simulate
-
-        from .simulate_output import (
-            MAX_TIMELINE_EVENTS,
-            describe_simulation,
-            iteration_section,
-            other_blocks,
-            parse_slow_ranks,
-            show_progress,
-        )
-
-        plan = Plan.load(self.plan)
-        batch = plan_batch(plan, open_trace(self.trace))
-        options = SimOptions(
-            engine=self.engine,
-            slow_ranks=parse_slow_ranks(self.slow),
-            nics_per_host=self.nics_per_host,
-            overlap_gradient_reduction=self.overlap_gradient_reduction,
-        )
-        sections: dict[str, Any] = {
-            "simulation": {
-                **asdict(options),
-                "slow_ranks": {str(rank): factor for rank, factor in options.slow_ranks.items()},
-                "engine": chosen_engine(plan, options),
-            }
-        }
-        details = {"trace_hash": plan.trace_hash, "plan": str(self.plan), "kind": "simulated"}
-        with RunDir(self.run_dir, "simulate", self.if_exists, details) as run:
-            with self.output.step(f"simulating {plan.policy}"):
-                # A plan that does not fit is a result, not an error.
-                check_plan(plan, batch, memory_fraction=None)
-                if self.blocks or self.cache:
-                    plan, sections["blocks"] = other_blocks(plan, batch, self.blocks, self.cache)
-                quiet = self.output.quiet or self.output.json
-                progress = None if quiet else show_progress()
-                events = simulate(plan, batch, options=options, progress=progress)
-            metrics = run_metrics(plan, batch, events)
-            rate, concurrency = self.generation_tokens_per_s, self.rollout_concurrency
-            sections |= iteration_section(batch, metrics, rate, concurrency)
-            sections["out_of_memory"] = [asdict(o) for o in out_of_memory(events, plan)]
-            metrics |= sections
-            draws = len(events) < MAX_TIMELINE_EVENTS and not self.no_timeline
-            if draws or self.timeline:
-                write_timeline(run.path / "timeline.json.gz", events, plan, batch)
-            events.save(run.path / "events.parquet")
-            run.write_json("metrics.json", metrics)
-        text = describe_metrics(metrics) + "\n" + describe_simulation(sections)
-        self.output.emit(metrics, text)
-        return ExitCode.OK
-
-
 def plan_batch(plan: Plan, trace: Trace) -> SampleBatch:
     """The iteration that a plan was made for.
 
@@ -225,6 +167,11 @@ def describe_plan(plan: Plan, path: Path) -> str:
         f"{predicted['lower_bound_s']:.3f} s, gap {predicted['gap']:.2%}"
     )
     return "\n".join(lines)
+
+
+def format_warnings(warnings: Iterable[str]) -> list[str]:
+    """A line per way in which predictions leave the domain of their calibration."""
+    return [f"warning: outside the calibration's domain: {text}" for text in warnings]
 
 
 def describe_metrics(metrics: dict[str, Any]) -> str:

@@ -2,12 +2,15 @@
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psrl.core.errors import ConfigError
 from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch
 from psrl.sim import OnProgress, Progress
+
+if TYPE_CHECKING:
+    from psrl.sim.block_effects import ReplacedBlocks
 
 MAX_TIMELINE_EVENTS = 1_000_000
 _SILENT_S = 2.0
@@ -60,11 +63,13 @@ def show_progress() -> OnProgress:
 
 def other_blocks(
     plan: Plan, batch: SampleBatch, blocks: str | None, cache: str | None
-) -> tuple[Plan, dict[str, Any]]:
-    """The plan with other blocks, and the section `blocks`."""
+) -> "ReplacedBlocks | None":
+    """The plan with other blocks; None if neither flag was given."""
+    from psrl.sim.block_effects import apply_block_policy
     from psrl.sim.block_policies import BlockPolicy
-    from psrl.sim.block_replay import apply_block_policy
 
+    if blocks is None and cache is None:
+        return None
     policy = BlockPolicy.parse(blocks or "adaptive", cache or "dynamic")
     return apply_block_policy(plan, batch, policy)
 
@@ -121,15 +126,24 @@ def _blocks_lines(blocks: dict[str, Any] | None) -> list[str]:
         f"{blocks['internal_fragmentation']:.2%} padding, {blocks['hit_rate_lost']:.2%} of the "
         "tokens not matched in whole blocks"
     )
-    if blocks["capacity_tokens"] is None:
-        return [line]
-    return [
-        line,
-        f"  capacity {blocks['capacity_tokens']:,} tokens: {blocks['cache_hit_rate']:.2%} found, "
-        f"{blocks['recomputed_tokens']:,} tokens recomputed, {blocks['fetched_tokens']:,} fetched "
-        f"from the host, {blocks['extra_s']:.3f} s more on the slowest rank (not in the times "
-        "above)",
-    ]
+    lines = [line]
+    if blocks["capacity_tokens"] is not None:
+        lines.append(
+            f"  capacity {blocks['capacity_tokens']:,} tokens: {blocks['cache_hit_rate']:.2%} "
+            f"found, {blocks['recomputed_tokens']:,} tokens recomputed, "
+            f"{blocks['offloaded_tokens']:,} copied to the host, {blocks['fetched_tokens']:,} back"
+        )
+    parts = (
+        ("recomputation of misses", "recompute_s"),
+        ("host copies", "transfer_s"),
+        ("block look-ups", "access_s"),
+    )
+    costs = ", ".join(f"{1e3 * blocks[name]:.2f} ms {what}" for what, name in parts)
+    lines.append(
+        f"  in the times above, on the busiest device: {costs} (tables of up to "
+        f"{blocks['metadata_bytes'] / 2**10:.1f} KiB)"
+    )
+    return lines
 
 
 def _iteration_lines(iteration: dict[str, Any] | None) -> list[str]:

@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from .calibration import Calibration, Coefficients, load_calibration
-from .cluster import ClusterSpec, ModelSpec, ParallelConfig
+from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
 from .cost_model import Amount, CostModel, RooflineCostModel
-from .layer_time import LayerShape, LayerTime
+from .expert_parallel import (
+    expert_data_parallel_size,
+    expert_exchange_s,
+    optimizer_shard,
+    rank_parameters,
+)
+from .layer_time import ForwardBackward, LayerShape, LayerTime
 from .plan import Plan
 
 # Measured ranges end at round numbers by chance: this much beyond them is not worth a warning.
@@ -85,9 +91,14 @@ class CalibratedCostModel:
         nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
         return factor * self.all_reduce_s(size, nbytes, across)
 
+    def _layer_s(self, num_tokens: Amount, pairs: Amount) -> ForwardBackward:
+        exchange_s = expert_exchange_s(self.model, self.cluster, self.parallel, num_tokens)
+        all_reduce_s = self._tensor_parallel_s(num_tokens)
+        return self.layer_time.layer_s(num_tokens, pairs, all_reduce_s, exchange_s=exchange_s)
+
     def layers_forward_s(self, num_tokens: Amount, pairs: Amount) -> Amount:
         """The layers of one stage alone, as layer recompute runs them inside a backward."""
-        layer = self.layer_time.layer_s(num_tokens, pairs, self._tensor_parallel_s(num_tokens))
+        layer = self._layer_s(num_tokens, pairs)
         return self.layers_per_stage * layer.forward_s
 
     def stage_forward_s(
@@ -101,7 +112,7 @@ class CalibratedCostModel:
         self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
     ) -> Amount:
         """The backward proper; recomputation of a layer or a dropped micro-batch is not in it."""
-        layer = self.layer_time.layer_s(num_tokens, pairs, self._tensor_parallel_s(num_tokens))
+        layer = self._layer_s(num_tokens, pairs)
         head = self.layer_time.head_s(head_tokens).backward_s * float(stage == self._last_stage)
         op_s = self.coefficients.host_op_s * np.sign(num_tokens)
         return self.layers_per_stage * layer.backward_s + head + op_s
@@ -113,36 +124,34 @@ class CalibratedCostModel:
         return self.stage_backward_s(self._last_stage, num_tokens, pairs, head_tokens)
 
     def message_s(self, num_tokens: Amount) -> Amount:
-        """Megatron's rank order puts neighbouring stages `tensor * data` ranks apart."""
-        cluster, parallel = self.cluster, self.parallel
-        crosses = parallel.world_size > cluster.devices_per_host
-        rate = cluster.inter_host_bytes_per_s if crosses else cluster.intra_host_bytes_per_s
-        latency = cluster.inter_host_latency_s if crosses else cluster.intra_host_latency_s
-        nbytes = num_tokens * self.model.hidden_size * cluster.device.dtype_bytes
-        return nbytes / (rate * self.coefficients.message_efficiency) + latency * np.sign(
-            num_tokens
-        )
+        link = pipeline_link(self.cluster, self.parallel)
+        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
+        rate = link.bytes_per_s * self.coefficients.message_efficiency
+        return nbytes / rate + link.latency_s * np.sign(num_tokens)
 
     @cached_property
     def rank_parameters(self) -> float:
-        """Parameters of the largest (last) stage on one tensor-parallel rank."""
-        return RooflineCostModel(self.model, self.cluster, self.parallel).rank_parameters
+        """Parameters on one device of the largest (last) stage."""
+        return rank_parameters(self.model, self.parallel).total
 
     def gradient_reduction_s(self) -> float:
+        dense, expert = rank_parameters(self.model, self.parallel)
         parallel = self.parallel
-        time = gradient_reduction_s(
-            self.coefficients,
-            self.cluster,
-            self.rank_parameters,
-            parallel.tensor_model_parallel_size,
-            parallel.data_parallel_size,
+        rings = (
+            (dense, parallel.tensor_model_parallel_size, parallel.data_parallel_size),
+            (
+                expert,
+                parallel.expert_model_parallel_size,
+                expert_data_parallel_size(parallel) if expert else 1,
+            ),
         )
-        return float(time)
+        return sum(
+            float(gradient_reduction_s(self.coefficients, self.cluster, *ring)) for ring in rings
+        )
 
     def optimizer_step_s(self) -> float:
         c, device = self.coefficients, self.cluster.device
-        shard = self.rank_parameters / self.parallel.data_parallel_size
-        moved = c.optimizer_bytes_per_parameter * shard
+        moved = c.optimizer_bytes_per_parameter * optimizer_shard(self.model, self.parallel)
         return float(moved / device.memory_bandwidth_bytes_per_s + c.step_s)
 
     def domain_warnings(
@@ -249,6 +258,17 @@ def choose_cost_model(
     if calibration is None:
         return RooflineCostModel(model, cluster, parallel)
     return CalibratedCostModel(model, cluster, parallel, calibration)
+
+
+def prediction_warnings(plan: Plan) -> tuple[str, ...]:
+    """How predictions for a plan leave the domain of its calibration.
+
+    None without a calibration: the roofline has no domain, and states no error.
+    """
+    if plan.calibration is None:
+        return ()
+    costs = CalibratedCostModel(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    return costs.plan_warnings(plan)
 
 
 def gradient_reduction_s(

@@ -1,6 +1,6 @@
 """Model, device, cluster and parallel layout: frozen specifications with divisibility checks."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -142,6 +142,35 @@ class ParallelConfig(Spec):
         return max(1, self.expert_model_parallel_size // self.tensor_model_parallel_size)
 
 
+class LinkSpec(NamedTuple):
+    """One direction of a connection, as one device sees it."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+def first_device(parallel: ParallelConfig, rank: int, stage: int) -> int:
+    """Global number of the first tensor-parallel rank of a stage of a data-parallel rank.
+
+    Megatron's order: tensor-parallel ranks are neighbours, then data-parallel ranks (expert- and
+    context-parallel groups are runs of both), then stages; so the neighbouring stage is
+    `world_size / pipeline_model_parallel_size` devices away.
+    """
+    tensor, data = parallel.tensor_model_parallel_size, parallel.data_parallel_size
+    return tensor * (rank + data * stage)
+
+
+def pipeline_link(cluster: ClusterSpec, parallel: ParallelConfig) -> LinkSpec:
+    """What messages between pipeline stages travel on: the slowest link on their way.
+
+    Stages come last in `first_device`, so as soon as the layout needs several hosts some
+    neighbouring stages sit on different ones, and that pair sets the pace of the pipeline.
+    """
+    if parallel.world_size > cluster.devices_per_host:
+        return LinkSpec(cluster.inter_host_bytes_per_s, cluster.inter_host_latency_s)
+    return LinkSpec(cluster.intra_host_bytes_per_s, cluster.intra_host_latency_s)
+
+
 def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfig) -> None:
     """Check that the parallel sizes fill the cluster and divide the model.
 
@@ -159,6 +188,11 @@ def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfi
             f"but the cluster has {cluster.num_hosts} host(s) * {cluster.devices_per_host} = "
             f"{cluster.num_devices} devices",
             "change [parallel] or [cluster] until the products agree",
+        )
+    if pp > model.num_layers:
+        raise ConfigError(
+            f"{model.name} has {model.num_layers} layers, fewer than its {pp} pipeline stages",
+            f"choose a pipeline parallel size that divides {model.num_layers}",
         )
     ep = parallel.expert_model_parallel_size
     for size, kind, name, what in (
@@ -194,6 +228,12 @@ def _check_experts(model: ModelSpec, parallel: ParallelConfig) -> None:
             raise ConfigError(
                 f"{model.name} has no experts, but expert_model_parallel_size is {ep}",
                 "set expert_model_parallel_size to 1, or choose a mixture-of-experts model",
+            )
+        if model.moe_topk or model.moe_ffn_hidden_size:
+            raise ConfigError(
+                f"{model.name} has num_moe_experts 0, but moe_topk {model.moe_topk} and "
+                f"moe_ffn_hidden_size {model.moe_ffn_hidden_size}",
+                "a dense model sets all three to 0, a mixture of experts none of them",
             )
         return
     if not 0 < model.moe_topk <= model.num_moe_experts:

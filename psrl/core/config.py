@@ -120,6 +120,12 @@ def _with_preset(value: Any, presets: dict[str, Any], where: str) -> Any:
             f"{where}: unknown preset {name!r}.{suggest(str(name), list(presets))}",
             f"known presets: {', '.join(presets)}",
         )
+    other = table.get("name", name)
+    if other != name and isinstance(other, str) and other in presets:
+        raise ConfigError(
+            f"{where}: preset {name!r} under the name {other!r}, which is another preset",
+            "leave the name out, or choose the other preset",
+        )
     changed = {k: v for k, v in table.items() if k != "preset"}
     return {**presets[name].model_dump(), **changed}
 

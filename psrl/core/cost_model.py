@@ -2,7 +2,8 @@
 
 Form and constants follow the measured study of Megatron iterations that psRL's design cites:
 time of a layer is the slower of host and device (joined by an 8-norm), device time is
-projections + attention by visible pairs + memory-bound passes + tensor-parallel collectives.
+projections + attention by visible pairs + memory-bound passes + collectives of tensor and expert
+parallelism.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import ClusterSpec, ModelSpec, ParallelConfig
+from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
+from .expert_parallel import (
+    expert_data_parallel_size,
+    expert_exchange_s,
+    optimizer_shard,
+    rank_parameters,
+)
 
 Amount = npt.NDArray[np.float64] | float
 
@@ -107,6 +114,18 @@ class RooflineCostModel:
         ring = 2 * (size - 1) / size * nbytes / self.cluster.intra_host_bytes_per_s
         return 2 * (ring + self.cluster.intra_host_latency_s * np.sign(num_tokens))
 
+    @cached_property
+    def _exchange_line(self) -> tuple[float, float]:
+        """Seconds per token and per micro-batch of `expert_exchange_s`, which is a line."""
+        one, two = (
+            float(expert_exchange_s(self.model, self.cluster, self.parallel, n)) for n in (1.0, 2.0)
+        )
+        return two - one, 2.0 * one - two
+
+    def _exchange_s(self, num_tokens: Amount) -> Amount:
+        per_token_s, latency_s = self._exchange_line
+        return num_tokens * per_token_s + latency_s * np.sign(num_tokens)
+
     def _layer_s(
         self, num_tokens: Amount, pairs: Amount, linear: float, attention: float
     ) -> Amount:
@@ -115,6 +134,8 @@ class RooflineCostModel:
             + attention * pairs * self.attention_s_per_pair
             + linear * self._tensor_parallel_s(num_tokens)
         )
+        if self.parallel.expert_model_parallel_size > 1:
+            device_s = device_s + self._exchange_s(num_tokens)
         host_s = linear * self.cluster.device.host_layer_s * np.sign(num_tokens)
         joined: Amount = (device_s**8 + host_s**8) ** 0.125
         return joined
@@ -151,25 +172,27 @@ class RooflineCostModel:
         return self.parallel.pipeline_model_parallel_size - 1
 
     def message_s(self, num_tokens: Amount) -> Amount:
-        cluster, parallel = self.cluster, self.parallel
-        width = parallel.tensor_model_parallel_size
-        crosses = width * parallel.pipeline_model_parallel_size > cluster.devices_per_host
-        rate = cluster.inter_host_bytes_per_s if crosses else cluster.intra_host_bytes_per_s
-        latency = cluster.inter_host_latency_s if crosses else cluster.intra_host_latency_s
-        nbytes = num_tokens * self.model.hidden_size * cluster.device.dtype_bytes
-        return nbytes / rate + latency * np.sign(num_tokens)
+        link = pipeline_link(self.cluster, self.parallel)
+        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
+        return nbytes / link.bytes_per_s + link.latency_s * np.sign(num_tokens)
 
     @cached_property
     def rank_parameters(self) -> float:
-        """Parameters of the largest (last) stage on one tensor-parallel rank."""
-        model, pp = self.model, self.parallel.pipeline_model_parallel_size
-        layers = model.num_layers / pp * (model.attention_parameters + model.mlp_parameters)
-        heads = model.embedding_parameters * (2 if pp == 1 and not model.tied_embeddings else 1)
-        return (layers + heads) / self.parallel.tensor_model_parallel_size
+        """Parameters on one device of the largest (last) stage."""
+        return rank_parameters(self.model, self.parallel).total
 
     def gradient_reduction_s(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of the updated weights."""
-        size = self.parallel.data_parallel_size
+        """Reduce-scatter of fp32 gradients and all-gather of the updated weights.
+
+        Experts are reduced over the ranks that hold the same ones, after the rest.
+        """
+        dense, expert = rank_parameters(self.model, self.parallel)
+        reduction_s = self._ring_s(dense, self.parallel.data_parallel_size)
+        if expert:
+            reduction_s += self._ring_s(expert, expert_data_parallel_size(self.parallel))
+        return reduction_s
+
+    def _ring_s(self, parameters: float, size: int) -> float:
         if size == 1:
             return 0.0
         cluster = self.cluster
@@ -177,13 +200,12 @@ class RooflineCostModel:
         rate = cluster.inter_host_bytes_per_s if across else cluster.intra_host_bytes_per_s
         latency = cluster.inter_host_latency_s if across else cluster.intra_host_latency_s
         per_parameter = _GRADIENT_BYTES_PER_PARAMETER + cluster.device.dtype_bytes
-        ring = (size - 1) / size * self.rank_parameters * per_parameter / rate
+        ring = (size - 1) / size * parameters * per_parameter / rate
         return float(ring + 2 * latency)
 
     def optimizer_step_s(self) -> float:
         device = self.cluster.device
-        shard = self.rank_parameters / self.parallel.data_parallel_size
-        moved = 2 * _OPTIMIZER_BYTES_PER_PARAMETER * shard
+        moved = 2 * _OPTIMIZER_BYTES_PER_PARAMETER * optimizer_shard(self.model, self.parallel)
         rate = device.memory_bandwidth_bytes_per_s * device.bandwidth_efficiency
         return float(moved / rate + device.host_layer_s)
 
@@ -198,11 +220,15 @@ class MemoryModel:
 
     @cached_property
     def static_bytes(self) -> int:
-        """Weights, fp32 gradients, and AdamW states sharded over the data-parallel ranks."""
-        parameters = RooflineCostModel(self.model, self.cluster, self.parallel).rank_parameters
-        optimizer = _OPTIMIZER_BYTES_PER_PARAMETER / self.parallel.data_parallel_size
-        per_parameter = self.cluster.device.dtype_bytes + _GRADIENT_BYTES_PER_PARAMETER + optimizer
-        return int(parameters * per_parameter)
+        """Weights, fp32 gradients, and AdamW states sharded over the ranks of equal weights."""
+        parallel, own = self.parallel, rank_parameters(self.model, self.parallel)
+
+        def per_parameter(num_sharers: int) -> float:
+            optimizer = _OPTIMIZER_BYTES_PER_PARAMETER / num_sharers
+            return self.cluster.device.dtype_bytes + _GRADIENT_BYTES_PER_PARAMETER + optimizer
+
+        dense = own.dense * per_parameter(parallel.data_parallel_size)
+        return int(dense + own.expert * per_parameter(expert_data_parallel_size(parallel)))
 
     @cached_property
     def kv_bytes_per_token(self) -> int:

@@ -81,6 +81,7 @@ class LayerTime:
         pairs: Amount,
         all_reduce_s: Amount = 0.0,
         host_extra_s: Amount = 0.0,
+        exchange_s: Amount = 0.0,
     ) -> ForwardBackward:
         """One layer: device and host, of which the slower counts, joined by a norm.
 
@@ -89,6 +90,7 @@ class LayerTime:
             all_reduce_s: time of one tensor-parallel all-reduce of the layer's output; there are
                 two in each direction.
             host_extra_s: added to the host's forward time.
+            exchange_s: time of the two all-to-alls of the experts in one direction.
         """
         c, shape = self.coefficients, self.shape
         products = [self._products(num_tokens, out, into) for out, into in shape.projections]
@@ -96,7 +98,7 @@ class LayerTime:
         attention = self.attention_s(num_tokens, pairs)
         forward = sum(p.forward_s for p in products) + passes
         backward = sum(p.backward_s for p in products) + 2.0 * passes
-        communication = 2.0 * all_reduce_s
+        communication = 2.0 * all_reduce_s + exchange_s
         device_forward_s = c.device_slowdown * (forward + attention) + communication
         device_backward_s = communication + c.device_slowdown * (
             c.linear_backward_factor * backward + c.attention_backward_factor * attention

@@ -27,6 +27,15 @@ class LossRows:
         mine = chosen[self.sample]
         return union_of(self.start[mine], self.end[mine])
 
+    def by_rank(self, rank: IntArray, tree: PrefixTree) -> "RankRows":
+        """Distinct rows of each rank.
+
+        Args:
+            rank: [S] rank of each sample.
+        """
+        shift = rank[self.sample] * tree.unique_tokens
+        return RankRows(union_of(self.start + shift, self.end + shift), tree.unique_tokens)
+
     def num_edges(self, chosen: npt.NDArray[np.bool_]) -> int:
         """Trained tokens of the chosen samples: a row counts once for each."""
         return int((self.end - self.start)[chosen[self.sample]].sum())
@@ -50,6 +59,19 @@ class RowUnion:
         which = np.searchsorted(self.start, at, side="right") - 1
         inside = np.minimum(at, self.end[which]) - self.start[which]
         return np.where(which >= 0, self.rows_before[which] + inside, 0)
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Distinct rows of all ranks in one union: row t of rank r is at `r * num_tokens + t`."""
+
+    union: RowUnion
+    num_tokens: int
+
+    def count(self, rank: IntArray | int, start: IntArray, end: IntArray) -> IntArray:
+        """Rows of each given rank inside each of the given intervals."""
+        shift = rank * self.num_tokens
+        return self.union.count(start + shift, end + shift)
 
 
 def union_of(start: IntArray, end: IntArray) -> RowUnion:

@@ -1,10 +1,10 @@
 """Bytes on one device while a stage runs its ops: the one accounting that all parts share."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from .block_cache import BlockCache
 from .cost_model import MemoryModel
-from .packing import PackedMicroBatch
 from .plan import Program
 from .schedule import Op
 
@@ -32,6 +32,16 @@ class MemoryState(NamedTuple):
         )
 
 
+class Reader(Protocol):
+    """A micro-batch, for instance a `PackedMicroBatch`, and the blocks that it reads."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def read_blocks(self) -> frozenset[int]: ...
+
+
 class MemoryLedger:
     """Memory of one stage of one rank, op by op.
 
@@ -45,7 +55,7 @@ class MemoryLedger:
     def __init__(
         self,
         program: Program,
-        packed: list[PackedMicroBatch],
+        packed: Sequence[Reader],
         memory: MemoryModel,
         is_last_stage: bool,
     ) -> None:

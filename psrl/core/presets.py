@@ -95,5 +95,6 @@ DEVICES: dict[str, DeviceSpec] = {
         _device("h100-80", 989, 80, 3.35),
         _device("h200-141", 989, 141, 4.8),
         _device("h20-96", 148, 96, 4.0),
+        _device("b200-180", 2250, 180, 8.0),
     )
 }

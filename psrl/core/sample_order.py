@@ -13,6 +13,7 @@ import numpy as np
 
 from .sample import IntArray, SampleBatch
 
+_HEAD = 4  # symbols compared for all neighbours at once; more only where those are equal
 _PIECE = 2**17  # symbols converted at a time, so that they stay in the cache
 
 
@@ -94,18 +95,33 @@ def _rank(longest: list[bytes], width: str, is_new_key: list[bool]) -> tuple[lis
     cuts = [chain for chain, is_new in enumerate(is_new_key) if is_new]
     for start, end in pairwise([*cuts, len(longest)]):
         ranked += sorted(range(start, end), key=longest.__getitem__)
-    common: list[int] = []
-    before = np.empty(0, width)
-    # Equality does not depend on byte order, and comparing native numbers is faster. Chains and
-    # ranks of a key are the same numbers, so its first chain and first rank are one.
-    for chain, is_new in zip(ranked, is_new_key, strict=True):
-        symbols = np.frombuffer(longest[chain], width)
-        matched = 0 if is_new else min(len(symbols), len(before))
+    # Chains and ranks of a key are the same numbers, so its first chain and first rank are one.
+    common = _common_heads([longest[chain] for chain in ranked], width)
+    common[is_new_key] = 0
+    # Equality does not depend on byte order, and comparing native numbers is faster.
+    for rank in np.flatnonzero(common == _HEAD).tolist():
+        pair = (np.frombuffer(longest[chain], width) for chain in ranked[rank - 1 : rank + 1])
+        before, symbols = pair
+        matched = min(len(symbols), len(before))
         differs = symbols[:matched] != before[:matched]
-        first = int(differs.argmax()) if matched else 0
-        common.append(first if matched and differs[first] else matched)
-        before = symbols
-    return ranked, np.array(common, np.int64)
+        first = int(differs.argmax())
+        common[rank] = first if differs[first] else matched
+    return ranked, common
+
+
+def _common_heads(texts: list[bytes], width: str) -> IntArray:
+    """Symbols that each text has in common with the one before it, at most `_HEAD`."""
+    size = np.dtype(width).itemsize
+    length = _HEAD * size
+    heads = np.frombuffer(b"".join([t[:length].ljust(length, b"\0") for t in texts]), width)
+    num_symbols = np.array([len(t) for t in texts], np.int64) // size
+    before, after = heads.reshape(-1, _HEAD)[:-1], heads.reshape(-1, _HEAD)[1:]
+    differs = np.full((len(texts), _HEAD + 1), True)
+    differs[1:, :_HEAD] = before != after
+    # Padding may equal a symbol, so the shorter text limits the match.
+    matched: IntArray = np.minimum(differs.argmax(axis=1), num_symbols)
+    matched[1:] = np.minimum(matched[1:], num_symbols[:-1])
+    return matched
 
 
 def _first_extension(

@@ -1,18 +1,24 @@
 """Planning: scheduling policies from samples to checked plans, with proven lower bounds."""
 
-from .explain import explain, format_explanation
+from .explain import explain
+from .explain_text import format_explanation
+from .find_policy import find_policy
 from .layout_search import format_choices, search_layouts
 from .make_plan import make_plan
-from .policies import POLICIES, Policy
+from .policies import POLICIES, Draft, Policy
 from .problem import PlanningProblem
+from .search_progress import search_progress
 
 __all__ = [
     "POLICIES",
+    "Draft",
     "PlanningProblem",
     "Policy",
     "explain",
+    "find_policy",
     "format_choices",
     "format_explanation",
     "make_plan",
     "search_layouts",
+    "search_progress",
 ]

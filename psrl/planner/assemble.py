@@ -93,7 +93,7 @@ def rank_program(
         blocks = dynamic_blocks(target.is_update, rank, pieces, order, parent_piece)
     else:
         blocks = all_blocks(layout, rank, pieces)
-    chosen = np.flatnonzero(layout.rank == rank)
+    chosen = layout.samples_of(rank)
     program = Program(
         phases=target.phases,
         is_update=target.is_update,
@@ -117,11 +117,11 @@ def rank_program(
 def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArray) -> MicroBatches:
     tree, cost, count = layout.tree, layout.problem.cost_model, len(activation)
     start = tree.token_start[pieces.node] + pieces.start_depth - tree.start_depth[pieces.node]
-    rows = layout.loss_rows.of(layout.rank == rank)
     num_tokens, pairs, head_tokens = (np.zeros(count, np.int64) for _ in range(3))
     np.add.at(num_tokens, pieces.micro_batch, pieces.num_tokens)
     np.add.at(pairs, pieces.micro_batch, visible_pairs(pieces.start_depth, pieces.num_tokens))
-    np.add.at(head_tokens, pieces.micro_batch, rows.count(start, start + pieces.num_tokens))
+    rows = layout.rank_rows.count(rank, start, start + pieces.num_tokens)
+    np.add.at(head_tokens, pieces.micro_batch, rows)
     sizes = [a.astype(np.float64) for a in (num_tokens, pairs, head_tokens)]
     again = np.where(activation == "recompute", cost.forward_s(sizes[0], sizes[1], 0.0), 0.0)
     return MicroBatches(
@@ -159,13 +159,13 @@ def _ops(
     sizes = table.num_tokens.tolist()
     counts = fill_counts(forward_order, backward_order, sizes.__getitem__)
     if held_factor > 1.0:
-        budget = held_factor * _peak_held(backward_order, counts, sizes)
+        budget = held_factor * peak_held(backward_order, counts, sizes)
         counts = fill_counts(forward_order, backward_order, sizes.__getitem__, budget)
     dropped = frozenset(np.flatnonzero(table.activation == "drop").tolist())
     return interleave(forward_order, backward_order, counts, dropped)
 
 
-def _peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -> int:
+def peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -> int:
     """Most tokens between forward and backward, for forwards in number order."""
     forwarded = np.concatenate([[0], np.cumsum(sizes)])[counts]
     freed = np.cumsum([0, *(sizes[m] for m in backward_order)])[:-1]

@@ -5,6 +5,7 @@ clock. A model of everything at once is far behind local search on large problem
 CP-SAT only redistributes the leaves of a few ranks at a time.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -90,13 +91,23 @@ def place_items(
     solver.parameters.max_deterministic_time = work_limit
     # An interrupt must end the program, not only this search.
     solver.parameters.catch_sigint_signal = False
-    status = solver.solve(model)
+    status = _solve(solver, model)
     work = float(solver.response_proto.deterministic_time)
     proven_s = max(bound_s, solver.best_objective_bound / per_s * (1.0 - 1e-9))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CpResult(None, bound_s, work)
     found = [next(r for r in ranks if solver.boolean_value(w[r])) for w in held]
     return CpResult(np.array(found, np.int64), proven_s, work)
+
+
+def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Solve in another thread, so that this one hears an interrupt at once and stops the search."""
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(solver.solve, model).result()
+        except BaseException:
+            solver.stop_search()
+            raise
 
 
 def _by_load(costs: SetCosts, whole: list[int], hint: IntArray, num_ranks: int) -> IntArray:

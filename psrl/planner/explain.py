@@ -1,23 +1,21 @@
-"""Why a plan is what it is: balance, duplicated tokens, idle pipeline, memory, bound."""
+"""Why a plan is what it is: balance, duplicated tokens, idle pipeline, memory, bounds."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from psrl.core.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.calibrated_cost_model import choose_cost_model
+from psrl.core.cost_model import CostModel, MemoryModel
 from psrl.core.plan import Plan, Program
 from psrl.core.prefix_tree import PrefixTree
 from psrl.core.sample import FloatArray, SampleBatch
 from psrl.core.schedule import stage_ops
 
-from .assemble import message_durations, stage_durations
+from .activations import activation_bytes, layer_forward_s, least_repeated, lowest_peak
 from .critical_path import CriticalPath, critical_path
+from .expert_groups import slowest_durations, slowest_messages
 from .peak_memory import peak_bytes
-
-_GIB = 2**30
-# Ranks listed one by one; of more, only the slowest and the fastest.
-_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,38 @@ class RankReport:
     num_tokens: int
     duplicated_tokens: float
     num_micro_batches: int
-    num_dropped: int
     idle_share: float
     peak_bytes: int
 
 
 @dataclass(frozen=True)
+class ActivationReport:
+    """What the slowest rank, and those in step with it, keep between forward and backward.
+
+    Attributes:
+        num_recompute, num_drop: micro-batches of all ranks that do not keep their activations.
+        repeated_s: forward work that the slowest rank runs twice because of them.
+        least_repeated_s: no choice that fits the memory repeats less, for this order of ops; None
+            if none was found.
+        peak_bytes, lowest_peak_bytes: with this choice, and with the leanest one.
+    """
+
+    num_recompute: int
+    num_drop: int
+    repeated_s: float
+    least_repeated_s: float | None
+    peak_bytes: int
+    lowest_peak_bytes: int
+
+
+@dataclass(frozen=True)
 class ProgramReport:
-    """One program of a plan: all ranks, and what decides the slowest one's time."""
+    """One program of a plan: all ranks, and what decides the slowest one's time.
+
+    Attributes:
+        step_wait_s: how long steps last beyond the own work of the most loaded rank, in the group
+            of the slowest rank; 0 where no ranks share experts.
+    """
 
     phases: tuple[str, ...]
     mini_batch: int
@@ -51,6 +73,8 @@ class ProgramReport:
     bound_source: str
     ranks: tuple[RankReport, ...]
     critical: CriticalPath
+    step_wait_s: float
+    activations: ActivationReport | None
 
     @property
     def slowest(self) -> RankReport:
@@ -65,6 +89,8 @@ class ProgramReport:
             "bound_source": self.bound_source,
             "ranks": [asdict(r) for r in self.ranks],
             "critical_path": {**self.critical.op_s, "message": self.critical.message_s},
+            "step_wait_s": self.step_wait_s,
+            "activations": None if self.activations is None else asdict(self.activations),
         }
 
 
@@ -84,32 +110,71 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
     tokens = _tokens_by_rank(program, tree, plan.num_ranks)
     copies = np.maximum((tokens > 0).sum(axis=0), 1)
     duplicated = (tokens * (1.0 - 1.0 / copies)).sum(axis=1)
-    ranks, paths = [], []
-    for rank in range(plan.num_ranks):
-        mine = program.on_rank(rank)
-        path, busy_s = _timing(plan, mine)
-        paths.append(path)
-        ranks.append(
-            RankReport(
-                rank=rank,
-                time_s=path.time_s,
-                num_samples=len(mine.assignments),
-                num_tokens=mine.unique_tokens,
-                duplicated_tokens=float(duplicated[rank]),
-                num_micro_batches=len(mine.micro_batches),
-                num_dropped=int((mine.micro_batches.activation == "drop").sum()),
-                idle_share=1.0 - busy_s / path.time_s if path.time_s else 0.0,
-                peak_bytes=peak_bytes(mine, tree, memory),
+    cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    size, ranks, groups = plan.parallel.coupled_ranks, [], []
+    for first in range(0, plan.num_ranks, size):
+        together = [program.on_rank(first + i) for i in range(min(size, plan.num_ranks - first))]
+        group = _Group(together, *_timing(cost, plan, together))
+        groups.append(group)
+        for rank, mine in enumerate(together, first):
+            time_s = group.path.time_s
+            ranks.append(
+                RankReport(
+                    rank=rank,
+                    time_s=time_s,
+                    num_samples=len(mine.assignments),
+                    num_tokens=mine.unique_tokens,
+                    duplicated_tokens=float(duplicated[rank]),
+                    num_micro_batches=int((mine.micro_batches.num_tokens > 0).sum()),
+                    idle_share=1.0 - group.busy_s / time_s if time_s else 0.0,
+                    peak_bytes=peak_bytes(mine, tree, memory),
+                )
             )
-        )
     sources = plan.options.get("bound", [])
+    slowest = max(groups, key=lambda group: group.path.time_s)
     return ProgramReport(
         phases=program.phases,
         mini_batch=program.mini_batch,
         unique_tokens=int(tree.num_tokens[tokens.any(axis=0)].sum()),
         bound_source=sources[index] if index < len(sources) else "not stated",
         ranks=tuple(ranks),
-        critical=max(paths, key=lambda path: path.time_s),
+        critical=slowest.path,
+        step_wait_s=slowest.step_wait_s,
+        activations=_activations(cost, plan, program, slowest.programs, tree),
+    )
+
+
+class _Group(NamedTuple):
+    """Ranks in step, their critical path, and the work of their last stage."""
+
+    programs: list[Program]
+    path: CriticalPath
+    busy_s: float
+    step_wait_s: float
+
+
+def _activations(
+    cost: CostModel, plan: Plan, program: Program, slowest: list[Program], tree: PrefixTree
+) -> ActivationReport | None:
+    """How good the choice of the slowest ranks is; None where all micro-batches keep all."""
+    all_kinds, kinds = program.micro_batches.activation, slowest[0].micro_batches.activation
+    if not program.is_update or (all_kinds == "keep").all() or not len(kinds):
+        return None
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    sizes = activation_bytes(slowest, tree, memory)
+    again_s = layer_forward_s(slowest, cost, plan.parallel.pipeline_model_parallel_size)
+    limit = plan.cluster.device.memory_bytes * plan.options.get("memory_fraction", 1.0)
+    # Full recompute of all layers is what the set-up demands, and the least that can be repeated.
+    demanded = plan.parallel.recompute == "full"
+    best = None if demanded else least_repeated(sizes, again_s, limit)
+    least_s = None if best is None else best.bound_s
+    return ActivationReport(
+        num_recompute=int((all_kinds == "recompute").sum()),
+        num_drop=int((all_kinds == "drop").sum()),
+        repeated_s=float(again_s[kinds != "keep"].sum()),
+        least_repeated_s=float(again_s.sum()) if demanded else least_s,
+        peak_bytes=int(sizes.usage(kinds).max()),
+        lowest_peak_bytes=int(sizes.usage(lowest_peak(sizes)).max()),
     )
 
 
@@ -121,73 +186,20 @@ def _tokens_by_rank(program: Program, tree: PrefixTree, num_ranks: int) -> Float
     return tokens
 
 
-def _timing(plan: Plan, mine: Program) -> tuple[CriticalPath, float]:
-    """The longest path through a rank's ops, and how long its last stage works."""
-    cost = RooflineCostModel(plan.model, plan.cluster, plan.parallel)
+def _timing(
+    cost: CostModel, plan: Plan, together: list[Program]
+) -> tuple[CriticalPath, float, float]:
+    """The longest path through the ops of ranks in step, their last stage's work, and waiting."""
     num_stages = plan.parallel.pipeline_model_parallel_size
-    durations = stage_durations(cost, mine.micro_batches, num_stages)
-    message_s = message_durations(cost, mine.micro_batches)
-    ops = mine.ops()
+    tables = [mine.micro_batches for mine in together]
+    durations = slowest_durations(cost, num_stages, tables)
+    ops = together[0].ops()
     path = critical_path(
         [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
         lambda stage, op: durations[stage][op.kind][op.micro_batch],
-        message_s.__getitem__,
+        slowest_messages(cost, tables).__getitem__,
     )
-    return path, sum(durations[-1][op.kind][op.micro_batch] for op in ops)
-
-
-def format_explanation(plan: Plan, reports: list[ProgramReport]) -> str:
-    """Text for people."""
-    predicted = plan.predicted
-    lines = [
-        f"policy {plan.policy}: predicted {predicted['makespan_s']:.3f} s, no plan is below "
-        f"{predicted['lower_bound_s']:.3f} s (gap {predicted['gap']:.2%}, of which a better "
-        f"placement could gain at most {predicted['placement_gap']:.2%})"
-    ]
-    for report in reports:
-        lines += ["", *_format_program(plan, report)]
-    return "\n".join(lines)
-
-
-def _format_program(plan: Plan, report: ProgramReport) -> list[str]:
-    ranks = sorted(report.ranks, key=lambda r: (-r.time_s, r.rank))
-    slowest, fastest = ranks[0], ranks[-1]
-    what = f"mini-batch {report.mini_batch}" if report.mini_batch >= 0 else "whole batch"
-    mean_s = sum(r.time_s for r in ranks) / len(ranks)
-    duplicated = sum(r.duplicated_tokens for r in ranks)
-    limit = plan.cluster.device.memory_bytes * plan.options.get("memory_fraction", 1.0)
-    fullest = max(ranks, key=lambda r: r.peak_bytes)
-    critical = report.critical
-    shares = {**critical.op_s, "message": critical.message_s}
-    where = ", ".join(
-        f"{kind} {seconds / critical.time_s:.0%}" for kind, seconds in shares.items() if seconds
-    )
-    lines = [
-        f"{' + '.join(report.phases)} ({what})",
-        f"  bound       {report.bound_source}",
-        f"  balance     slowest rank {slowest.time_s:.3f} s, {_ratio(slowest.time_s, mean_s)} x "
-        f"the mean, {_ratio(slowest.time_s, fastest.time_s)} x the fastest",
-        f"  duplicated  {duplicated:,.0f} tokens beyond one copy, "
-        f"{duplicated / max(report.unique_tokens, 1):.2%} of the {report.unique_tokens:,} unique",
-        f"  bubbles     {slowest.idle_share:.1%} of the slowest rank's last stage is idle",
-        f"  time        {where or 'none'} of the slowest rank's critical path, "
-        f"{len(critical.steps)} ops",
-        f"  memory      {fullest.peak_bytes / _GIB:.2f} GiB of {limit / _GIB:.2f} GiB on rank "
-        f"{fullest.rank}, {sum(r.num_dropped for r in ranks)} micro-batches drop activations",
-        f"  {'rank':>6}{'time':>11}{'samples':>9}{'tokens':>12}{'duplicated':>12}"
-        f"{'micro-batches':>15}{'idle':>7}{'peak':>12}",
-    ]
-    listed = ranks if len(ranks) <= _MAX_LISTED else [*ranks[:4], *ranks[-4:]]
-    for r in listed:
-        lines.append(
-            f"  {r.rank:>6}{r.time_s:>9.3f} s{r.num_samples:>9,}{r.num_tokens:>12,}"
-            f"{r.duplicated_tokens:>12,.0f}{r.num_micro_batches:>15,}{r.idle_share:>7.1%}"
-            f"{r.peak_bytes / _GIB:>8.2f} GiB"
-        )
-    if len(ranks) > len(listed):
-        lines.append(f"  ({len(ranks) - len(listed)} ranks between the fourth and the last four)")
-    return lines
-
-
-def _ratio(a: float, b: float) -> str:
-    return f"{a / b:.3f}" if b else "inf"
+    busy_s = sum(durations[-1][op.kind][op.micro_batch] for op in ops)
+    alone = (slowest_durations(cost, num_stages, [table])[-1] for table in tables)
+    own_s = max(sum(own[op.kind][op.micro_batch] for op in ops) for own in alone)
+    return path, busy_s, busy_s - own_s

@@ -10,20 +10,47 @@ _MAX_HALVINGS = 6
 _NUM_REFINEMENTS = 2
 
 
-def smallest_changes(setup: Setup, needed_bytes: int, peak_bytes_of: Callable[[Setup], int]) -> str:
+def least_bytes(memory: MemoryModel, num_tokens: int) -> int:
+    """Bytes on some device in any plan that trains a sample of so many tokens.
+
+    When its last token runs backward, every other token of its path is in the same micro-batch,
+    with layer inputs at least, or its keys and values and their gradients are cached.
+    """
+    cached = memory.kv_bytes_per_token + memory.kv_gradient_bytes_per_token
+    held = min(memory.recompute_bytes_per_token, memory.activation_bytes_per_token)
+    return memory.static_bytes + num_tokens * min(cached, held)
+
+
+def smallest_changes(
+    setup: Setup,
+    needed_bytes: int,
+    longest_tokens: int,
+    peak_bytes_of: Callable[[Setup], int],
+) -> str:
     """A sentence for the user with changes that fit, each tried out.
 
     Args:
+        longest_tokens: tokens of the longest sample to train; 0 if none is trained.
         needed_bytes: peak of the plan that does not fit.
         peak_bytes_of: most bytes on a device when planned with another set-up.
     """
-    static_bytes = MemoryModel(setup.model, setup.cluster, setup.parallel).static_bytes
+    memory_model = MemoryModel(setup.model, setup.cluster, setup.parallel)
+    static_bytes = memory_model.static_bytes
     if static_bytes > _limit_bytes(setup):
         least = static_bytes / setup.planning.memory_fraction
         return (
             f"weights, gradients and optimizer alone need {static_bytes / _GIB:.2f} GiB: raise "
             f"tensor or pipeline parallel size, or use devices with more than {least / _GIB:.2f} "
             "GiB; planning.max_tokens_per_micro_batch cannot help"
+        )
+    certain_bytes = least_bytes(memory_model, longest_tokens)
+    if certain_bytes > _limit_bytes(setup):
+        least = certain_bytes / setup.planning.memory_fraction
+        return (
+            f"the longest sample has {longest_tokens} tokens and alone needs "
+            f"{(certain_bytes - static_bytes) / _GIB:.2f} GiB beside {static_bytes / _GIB:.2f} GiB "
+            "of weights, gradients and optimizer, however it is cut: raise tensor or pipeline "
+            f"parallel size, or use devices with more than {least / _GIB:.2f} GiB"
         )
     device_bytes = needed_bytes / setup.planning.memory_fraction
     memory = f"use devices with at least {device_bytes / _GIB:.2f} GiB"

@@ -22,6 +22,8 @@ from .cost_tree import CostTree
 # More configurations of whole groups than this are not priced: no bound then.
 _MAX_CONFIGURATIONS = 100_000
 _MAX_ROUNDS = 40
+# Pairs of a configuration and a group that are priced for one bound.
+_MAX_WORK = 15_000_000
 _COLUMNS_PER_ROUND = 60
 _BISECTION_TOLERANCE = 4e-4
 # Limits are tried upward from the given bound in doubling steps.
@@ -31,16 +33,26 @@ _FIRST_STEP = 2e-3
 def raise_by_groups(tree: CostTree, num_ranks: int, low_s: float) -> float:
     """The given proven bound, or a higher one by configurations of groups."""
     high_s, step = np.inf, _FIRST_STEP
-    while high_s > low_s * (1.0 + _BISECTION_TOLERANCE):
+    work = _Work(_MAX_WORK)
+    while work.left > 0 and high_s > low_s * (1.0 + _BISECTION_TOLERANCE):
         middle = low_s * (1.0 + step) if np.isinf(high_s) else (low_s + high_s) / 2
-        if groups_refute(tree, num_ranks, middle):
+        if groups_refute(tree, num_ranks, middle, work):
             low_s, step = middle, 2 * step
         else:
             high_s = middle
     return low_s
 
 
-def groups_refute(tree: CostTree, num_ranks: int, limit_s: float) -> bool:
+@dataclass
+class _Work:
+    """Pairs of a configuration and a group that may still be priced."""
+
+    left: int
+
+
+def groups_refute(
+    tree: CostTree, num_ranks: int, limit_s: float, work: _Work | None = None
+) -> bool:
     """Whether provably no placement keeps every rank within the limit, by configurations.
 
     For any prices of work, ranks >= worth of all work / worth of the dearest configuration
@@ -53,7 +65,7 @@ def groups_refute(tree: CostTree, num_ranks: int, limit_s: float) -> bool:
     whole = _whole_sets(groups.whole_s, groups.room_s)
     if whole is None:
         return False
-    return _Columns(groups, whole).proves_more_than(num_ranks)
+    return _Columns(groups, whole).proves_more_than(num_ranks, work or _Work(_MAX_WORK))
 
 
 @dataclass(frozen=True)
@@ -144,7 +156,7 @@ class _Columns:
             share = self._part(np.array([groups.room_s]), g)[0]
             self._add((), g, float(share))
 
-    def proves_more_than(self, num_ranks: int) -> bool:
+    def proves_more_than(self, num_ranks: int, work: _Work) -> bool:
         """Whether some prices show that more ranks are needed."""
         enough = num_ranks * (1.0 + 1e-9)
         for _ in range(_MAX_ROUNDS):
@@ -153,6 +165,9 @@ class _Columns:
             if self._solver.Objective().Value() <= num_ranks:
                 return False
             prices = np.maximum([row.dual_value() for row in self._rows], 0.0)
+            if work.left <= 0:
+                return False
+            work.left -= len(self._whole) * len(prices)
             worth, part, amount = self._price(prices)
             if float(prices @ self._groups.needed) > enough * float(worth.max()):
                 return True

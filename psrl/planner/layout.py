@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psrl.core.loss_rows import LossRows, loss_rows
+from psrl.core.loss_rows import LossRows, RankRows, loss_rows
+from psrl.core.packing import visible_pairs
 from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import IntArray
+from psrl.core.rank_nodes import nodes_of_ranks
+from psrl.core.sample import FloatArray, IntArray
 
 from .problem import PlanningProblem, ProgramProblem
 
@@ -48,15 +50,44 @@ class Layout:
             return self.target.loss_rows
         return loss_rows(self.tree, self.target.samples)
 
+    @cached_property
+    def _nodes(self) -> tuple[IntArray, IntArray]:
+        """Nodes that the samples of each rank need, by rank, and where each rank's begin."""
+        ranks, nodes = nodes_of_ranks(self.tree, self.rank)
+        return nodes, np.searchsorted(ranks, np.arange(self.problem.num_ranks + 1))
+
     def nodes_of(self, rank: int) -> IntArray:
         """Nodes that a rank's samples need, ascending."""
-        tree = self.tree
-        mine = self.rank[tree.sample_order] == rank
-        before = np.concatenate([[0], np.cumsum(mine)])
-        through = before[tree.first_sample + tree.samples_through] - before[tree.first_sample]
-        needed = through > 0
-        needed[0] = False
-        return np.flatnonzero(needed)
+        nodes, begins = self._nodes
+        return nodes[begins[rank] : begins[rank + 1]]
+
+    @cached_property
+    def rank_rows(self) -> RankRows:
+        """Distinct predicted rows of every rank."""
+        return self.loss_rows.by_rank(self.rank, self.tree)
+
+    @cached_property
+    def _assigned(self) -> tuple[IntArray, IntArray]:
+        order = np.argsort(self.rank, kind="stable")
+        return order, np.searchsorted(self.rank[order], np.arange(self.problem.num_ranks + 1))
+
+    def samples_of(self, rank: int) -> IntArray:
+        """Samples on a rank, ascending."""
+        order, begins = self._assigned
+        return order[begins[rank] : begins[rank + 1]]
+
+
+def rank_work_s(layout: Layout) -> FloatArray:
+    """[D] work of each rank, all phases, without fixed costs: no plan of it is faster."""
+    tree, unit = layout.tree, layout.target.unit_costs
+    ranks, nodes = nodes_of_ranks(tree, layout.rank)
+    pairs = visible_pairs(tree.start_depth, tree.num_tokens)
+    node_s = unit.token_s * tree.num_tokens + unit.pair_s * pairs
+    start = np.arange(layout.problem.num_ranks) * tree.unique_tokens
+    rows = layout.rank_rows.union.count(start, start + tree.unique_tokens)
+    shared = np.bincount(ranks, node_s[nodes], minlength=layout.problem.num_ranks)
+    work_s: FloatArray = shared + unit.head_s * rows
+    return work_s
 
 
 class Pieces(NamedTuple):

@@ -11,12 +11,14 @@ import numpy.typing as npt
 
 from psrl.core.sample import FloatArray, IntArray
 
-from .cost_tree import CostTree
+from .cost_tree import CostTree, rank_costs
 
 # Candidates of either side of a swap; more are thinned out by how well they fit.
 _MAX_CANDIDATES = (160, 640)
 _NUM_PARTNERS = 12
+# Other ranks that are disturbed, in turn for so many steps each.
 _KICKED_RANKS = (2, 2, 4, 1)
+_STEPS_PER_KICK = 500
 _MAX_DESCENT_STEPS = 40
 _MIN_GAIN = 1e-4
 _MAX_FRUITLESS_STEPS = 600
@@ -44,14 +46,13 @@ class LocalSearch:
         # Leaves of each rank below each node; a node is held where the count is positive.
         self._leaves = np.zeros((num_ranks, tree.num_nodes), np.int32)
         self._leaves[leaf_rank, tree.leaves] = 1
-        for level in tree.levels[:0:-1]:
-            parents = tree.parent[level]
-            first = np.flatnonzero(np.append(True, parents[1:] != parents[:-1]))
-            self._leaves[:, parents[first]] += np.add.reduceat(
-                self._leaves[:, level], first, axis=1
-            )
-        self._load_s = np.zeros(num_ranks)
-        self._reload(range(num_ranks))
+        rank, node = leaf_rank, tree.parent[tree.leaves]
+        while len(node):
+            inside = node >= 0
+            rank, node = rank[inside], node[inside]
+            np.add.at(self._leaves, (rank, node), 1)
+            node = tree.parent[node]
+        self._load_s = rank_costs(tree, leaf_rank, num_ranks)
 
     @property
     def worst_s(self) -> float:
@@ -64,7 +65,9 @@ class LocalSearch:
 
     def leaf_rank(self) -> IntArray:
         """[L] rank of each leaf."""
-        rank: IntArray = self._leaves[:, self._tree.leaves].argmax(axis=0)
+        rank = np.empty(len(self._tree.leaves), np.int64)
+        for r in range(self._num_ranks):
+            rank[self._leaves[r, self._tree.leaves] > 0] = r
         return rank
 
     def descend(self, goal_s: float, num_steps: int) -> None:
@@ -85,7 +88,8 @@ class LocalSearch:
     def iterate(self, goal_s: float, num_iterations: int) -> None:
         """Iterated local search: disturb the heaviest rank and a few others, descend, compare.
 
-        It ends early when many steps in a row have not lowered the heaviest rank.
+        It ends early when many steps in a row have not lowered the heaviest rank. A longer search
+        goes on where a shorter one ends, so it is never worse.
         """
         lowest_s, since = self.worst_s, 0
         for iteration in range(num_iterations):
@@ -97,8 +101,8 @@ class LocalSearch:
             order = np.argsort(self._load_s, kind="stable")
             if self._load_s[order[-1]] <= goal_s:
                 return
-            kicked = min(_KICKED_RANKS[iteration * 4 // max(num_iterations, 4)], len(order) - 1)
-            drawn = self._rng.choice(order[:-1], kicked, replace=False)
+            kicked = _KICKED_RANKS[iteration // _STEPS_PER_KICK % len(_KICKED_RANKS)]
+            drawn = self._rng.choice(order[:-1], min(kicked, len(order) - 1), replace=False)
             ranks = [int(order[-1]), *(int(r) for r in drawn)]
             leaves, load_s = self._leaves[ranks].copy(), self._load_s[ranks].copy()
             self._kick(ranks)
@@ -196,7 +200,7 @@ class LocalSearch:
             counts[target, above] += moved
             above = int(tree.parent[above])
 
-    def _reload(self, ranks: "range | list[int]") -> None:
+    def _reload(self, ranks: list[int]) -> None:
         for r in ranks:
             self._load_s[r] = self._tree.cost_s[self._leaves[r] > 0].sum()
 

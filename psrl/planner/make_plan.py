@@ -6,13 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from psrl.core.check_plan import check_plan
-from psrl.core.errors import ConfigError, InfeasibleError, suggest
+from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.plan import Plan
 
 from .assemble import BuiltProgram
 from .bounds import Bound
 from .feasibility import smallest_changes
-from .policies import POLICIES
+from .find_policy import find_policy
+from .policies import Policy
 from .problem import PlanningProblem, ProgramProblem
 
 
@@ -20,19 +21,17 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
     """Decide one iteration by a named policy; the same input gives the same bytes.
 
     Args:
+        policy: see `find_policy`.
         advise: where nothing fits, find the smallest changes that would (takes several plans).
 
     Raises:
         ConfigError: if there is no such policy.
+        PlanError: if the policy's plan breaks a rule of `check_plan`.
         InfeasibleError: if the plan does not fit the device memory, with the numbers and the
             smallest changes that would help.
     """
-    if policy not in POLICIES:
-        raise ConfigError(
-            f"unknown policy {policy!r}.{suggest(policy, list(POLICIES))}",
-            f"known policies: {', '.join(POLICIES)}",
-        )
-    decided = _decide(problem, policy)
+    decide = find_policy(policy)
+    decided = _decide(problem, decide)
     setup = problem.setup
     plan = Plan(
         trace_hash=problem.trace_hash,
@@ -50,7 +49,14 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
         calibration=setup.calibration,
     )
     try:
-        check_plan(plan, problem.batch, setup.planning.memory_fraction)
+        check_plan(
+            plan,
+            problem.batch,
+            setup.planning.memory_fraction,
+            [d.built.ranks[0].layout.tree for d in decided],
+        )
+    except PlanError as error:
+        raise PlanError(f"policy {policy!r} made a plan that breaks {error}") from None
     except InfeasibleError as error:
         if not advise:
             raise
@@ -59,7 +65,8 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
             smallest_changes(
                 setup,
                 _peak_bytes(decided),
-                lambda changed: _peak_bytes(_decide(replace(problem, setup=changed), policy)),
+                int(problem.batch.num_tokens.max()) if "update" in problem.phases else 0,
+                lambda changed: _peak_bytes(_decide(replace(problem, setup=changed), decide)),
             ),
         ) from None
     return plan
@@ -73,8 +80,8 @@ class _Decided(NamedTuple):
     bound: Bound
 
 
-def _decide(problem: PlanningProblem, policy: str) -> list[_Decided]:
-    drafts = [POLICIES[policy](target) for target in problem.programs()]
+def _decide(problem: PlanningProblem, policy: Policy) -> list[_Decided]:
+    drafts = [policy(target) for target in problem.programs()]
     return [_Decided(d.layout.target, d.build(), d.bound) for d in drafts]
 
 

@@ -1,17 +1,32 @@
-"""The micro-batches of one rank, chosen among cuts by predicted pipeline time and memory."""
+"""The micro-batches of ranks in step, chosen among cuts by predicted pipeline time and memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from psrl.core.sample import IntArray, StrArray
-from psrl.core.schedule import Op
+from psrl.core.sample import StrArray
 
+from .activations import (
+    ActivationBytes,
+    activation_bytes,
+    layer_forward_s,
+    least_repeated,
+    lowest_peak,
+)
 from .assemble import RankProgram, rank_program
+from .expert_groups import GroupProgram, run_in_step
 from .layout import Pieces
-from .token_cuts import RankView, cut_units, pieces_of, unit_starts
+from .token_cuts import (
+    SNAP,
+    RankView,
+    cut_exactly,
+    cut_units,
+    pieces_of,
+    unit_starts,
+)
 
 # Micro-batches per rank, as multiples of the fewest that the token budget allows; beyond some
 # number per pipeline stage the idle share of a pipeline is small anyway.
@@ -22,32 +37,37 @@ _MAX_FACTOR_WITHOUT_PIPELINE = 8.0
 _HELD_FACTORS = (1.0, 1.5, 2.0)
 # Units per rank; one unit is a plain even cut.
 _UNIT_DIVISORS = (1, 2, 4, 8, 16)
-# Candidates of each kind whose activations may be dropped, and the share of the time that they
-# must be ahead of those that fit without.
-_NUM_DROPPED_CANDIDATES = 4
-_WORTH_DROPPING = 0.01
+# Candidates of each kind that may keep less, and the share of the time that they must be ahead
+# of those that fit without.
+_NUM_LIGHTER_CANDIDATES = 4
+_WORTH_REPEATING = 0.01
 # Share of the predicted time that all of the device memory is worth.
 MEMORY_WEIGHT = 0.02
 
 
 @dataclass(frozen=True)
 class CutRule:
-    """How a rank is cut and run.
+    """How ranks in step are cut and run.
 
     Attributes:
         count_factor: micro-batches as a multiple of the fewest that the token budget allows.
         num_units: a unit costs at most this share of the rank.
         held_factor: see `rank_program`.
+        snap: a cut moves to the end of a node within this share of a micro-batch's cost.
     """
 
     count_factor: float
     num_units: int
     held_factor: float
+    snap: float = SNAP
 
 
-def all_rules(view: RankView, single_unit: bool = False) -> list[CutRule]:
-    """Candidates for a rank, plainest first."""
-    num_stages, fewest = view.layout.problem.num_stages, _fewest(view)
+def all_rules(
+    views: Sequence[RankView], single_unit: bool = False, snap: float = SNAP
+) -> list[CutRule]:
+    """Candidates for ranks in step, plainest first."""
+    layout = views[0].layout
+    num_stages, fewest = layout.problem.num_stages, max(_fewest(view) for view in views)
     factors = [
         factor
         for factor in _COUNT_FACTORS
@@ -57,9 +77,9 @@ def all_rules(view: RankView, single_unit: bool = False) -> list[CutRule]:
         factors = [f for f in _COUNT_FACTORS if f <= _MAX_FACTOR_WITHOUT_PIPELINE]
     units = _UNIT_DIVISORS[:1] if single_unit else _UNIT_DIVISORS
     # Holding more keeps a pipeline full; a single unit holds everything anyway.
-    fills = num_stages > 1 and view.layout.target.is_update
+    fills = num_stages > 1 and layout.target.is_update
     return [
-        CutRule(factor, unit, held)
+        CutRule(factor, unit, held, snap)
         for factor, unit in product(factors, units)
         for held in (_HELD_FACTORS if fills and unit > 1 else _HELD_FACTORS[:1])
     ]
@@ -81,49 +101,105 @@ def cut_rank(view: RankView, rule: CutRule) -> Pieces:
     micro_batch_s = total_s / count
     unit_s = max(total_s / rule.num_units, micro_batch_s) * (1.0 + 1e-9)
     starts = unit_starts(view, unit_s, micro_batch_s)
-    return pieces_of(view, cut_units(view, starts, micro_batch_s, max_tokens))
+    return pieces_of(view, cut_units(view, starts, micro_batch_s, max_tokens, rule.snap))
+
+
+def cut_in_step(views: Sequence[RankView], rule: CutRule) -> list[Pieces]:
+    """Equally many micro-batches on every rank, the cost of each rank in equal parts.
+
+    A rank with fewer tokens than that has one token in each of its micro-batches, and fewer.
+    """
+    max_tokens = views[0].layout.problem.setup.planning.max_tokens_per_micro_batch
+    count = max(1, int(np.ceil(max(_fewest(view) for view in views) * rule.count_factor)))
+    while True:
+        cuts = [cut_exactly(view, rule.num_units, count, max_tokens, rule.snap) for view in views]
+        found = [cut for cut in cuts if cut is not None]
+        if len(found) == len(views):
+            return [pieces_of(view, cut) for view, cut in zip(views, found, strict=True)]
+        count += 1 + count // 16
+
+
+def cut_all(views: Sequence[RankView], rule: CutRule) -> list[Pieces]:
+    """Micro-batches of ranks in step, or of one rank, by one rule."""
+    return cut_in_step(views, rule) if len(views) > 1 else [cut_rank(views[0], rule)]
+
+
+def cut_group(
+    views: Sequence[RankView], rule: CutRule, activation: StrArray | None = None
+) -> GroupProgram:
+    """Programs of ranks in step by one rule.
+
+    Args:
+        activation: per micro-batch, on all ranks; default what the set-up says.
+    """
+    return _programs(views, rule, cut_all(views, rule), activation)
+
+
+def _programs(
+    views: Sequence[RankView],
+    rule: CutRule,
+    pieces: list[Pieces],
+    activation: StrArray | None = None,
+) -> GroupProgram:
+    programs = []
+    for view, mine in zip(views, pieces, strict=True):
+        count = int(mine.micro_batch.max(initial=-1)) + 1
+        kept = None if activation is None else activation[:count]
+        programs.append(
+            rank_program(
+                view.layout, view.rank, mine, activation=kept, held_factor=rule.held_factor
+            )
+        )
+    return run_in_step(programs, views[0].rank, rule.held_factor)
+
+
+def _candidates(views: Sequence[RankView], rules: list[CutRule]) -> "list[_Candidate]":
+    """Programs of all rules, the fastest first; of rules that cut the same, only the first."""
+    made: dict[tuple[object, ...], _Candidate] = {}
+    for rule in rules:
+        pieces = cut_all(views, rule)
+        key = (rule.held_factor, *(column.tobytes() for mine in pieces for column in mine))
+        if key not in made:
+            made[key] = _Candidate(rule, _programs(views, rule, pieces))
+    return sorted(made.values(), key=lambda c: c.program.time_s)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen program of a rank, its rule, and the rules that came next."""
+    """The chosen programs of ranks in step, their rule, and the rules that came next."""
 
-    program: RankProgram
+    program: GroupProgram
     rules: list[CutRule]
 
 
-def cut_program(view: RankView, rule: CutRule, activation: StrArray | None = None) -> RankProgram:
-    """A rank's program by one rule."""
-    pieces = cut_rank(view, rule)
-    return rank_program(
-        view.layout, view.rank, pieces, activation=activation, held_factor=rule.held_factor
-    )
-
-
-def best_rank_program(view: RankView, rules: list[CutRule], memory_weight: float) -> Choice:
+def best_group_program(
+    views: Sequence[RankView], rules: list[CutRule], memory_weight: float
+) -> Choice:
     """The best candidate that fits the memory, by time and a little by memory.
 
-    In an update, candidates that are clearly faster than those that fit drop the activations of
-    long-held micro-batches until they fit. Where layers are recomputed anyway, dropping
-    everything costs no extra forward, so the fastest candidates are tried that way too. If
-    nothing fits, the candidate with the smallest peak is returned, and the plan's check reports
-    its numbers.
+    In an update, candidates that are clearly faster than those that fit keep less between forward
+    and backward, such that they fit and repeat as little work as possible. Where layers are
+    recomputed anyway, dropping costs no extra forward, so the fastest candidates also get the
+    choice with the smallest peak. If nothing fits, the candidate with the smallest peak is
+    returned, and the plan's check reports its numbers.
 
     Args:
         memory_weight: share of the time that all of the device memory is worth.
     """
-    limit_bytes = view.layout.problem.memory_limit_bytes
+    problem, target = views[0].layout.problem, views[0].layout.target
+    limit_bytes = problem.memory_limit_bytes
 
     def score_s(c: _Candidate) -> float:
         return c.program.time_s * (1.0 + memory_weight * c.program.peak_bytes / limit_bytes)
 
-    made = [_Candidate(rule, cut_program(view, rule)) for rule in rules]
-    made.sort(key=lambda c: c.program.time_s)
-    if view.layout.target.is_update:
-        dropped = [_Candidate(c.rule, _drop_until_it_fits(view, c)) for c in _worth_dropping(made)]
-        if view.layout.problem.base_activation == "recompute":
-            dropped += [_Candidate(c.rule, _drop_all(view, c)) for c in _fast(made, memory_weight)]
-        made = sorted([*made, *dropped], key=lambda c: c.program.time_s)
+    made = _candidates(views, rules)
+    if target.is_update:
+        lighter = _worth_repeating(made)
+        if problem.base_activation == "recompute":
+            chosen = {c.rule for c in [*lighter, *_fast(made, memory_weight)]}
+            lighter = [c for c in made if c.rule in chosen]
+        lighter = [_Candidate(c.rule, _keep_less(views, c)) for c in lighter]
+        made = sorted([*made, *lighter], key=lambda c: c.program.time_s)
     fastest = next((c for c in made if c.program.fits), None)
     if fastest is None:
         best = min(made, key=lambda c: c.program.peak_bytes)
@@ -138,19 +214,19 @@ def best_rank_program(view: RankView, rules: list[CutRule], memory_weight: float
 
 class _Candidate(NamedTuple):
     rule: CutRule
-    program: RankProgram
+    program: GroupProgram
 
 
-def _worth_dropping(by_time: list[_Candidate]) -> list[_Candidate]:
-    """Candidates that do not fit but might be the best with dropped activations.
+def _worth_repeating(by_time: list[_Candidate]) -> list[_Candidate]:
+    """Candidates that do not fit but might be the best if they keep less.
 
     The fastest; if nothing fits, also the leanest, and those with the smallest micro-batches: a
     dropped micro-batch has all its activations when it runs again.
     """
     fitting_s = next((c.program.time_s for c in by_time if c.program.fits), None)
-    few = slice(_NUM_DROPPED_CANDIDATES)
+    few = slice(_NUM_LIGHTER_CANDIDATES)
     if fitting_s is not None:
-        limit_s = fitting_s * (1.0 - _WORTH_DROPPING)
+        limit_s = fitting_s * (1.0 - _WORTH_REPEATING)
         return [c for c in by_time if c.program.time_s < limit_s][few]
     leanest = sorted(by_time, key=lambda c: c.program.peak_bytes)
     finest = sorted(by_time, key=lambda c: _largest_tokens(c.program))
@@ -158,8 +234,8 @@ def _worth_dropping(by_time: list[_Candidate]) -> list[_Candidate]:
     return [c for c in by_time if c.rule in chosen]
 
 
-def _largest_tokens(program: RankProgram) -> int:
-    return int(program.program.micro_batches.num_tokens.max(initial=0))
+def _largest_tokens(group: GroupProgram) -> int:
+    return max(int(r.program.micro_batches.num_tokens.max(initial=0)) for r in group.ranks)
 
 
 def _fast(by_time: list[_Candidate], memory_weight: float) -> list[_Candidate]:
@@ -168,36 +244,25 @@ def _fast(by_time: list[_Candidate], memory_weight: float) -> list[_Candidate]:
     return [c for c in by_time if c.program.time_s <= limit_s]
 
 
-def _drop_all(view: RankView, candidate: _Candidate) -> RankProgram:
-    count = len(candidate.program.program.micro_batches)
-    return cut_program(view, candidate.rule, np.full(count, "drop", "<U9"))
+def _keep_less(views: Sequence[RankView], candidate: _Candidate) -> GroupProgram:
+    """The same cut with the best choice of what its micro-batches keep."""
+    problem = views[0].layout.problem
+    if not candidate.program.num_micro_batches:
+        return candidate.program
+    sizes = group_bytes(candidate.program.ranks)
+    if problem.base_activation == "recompute":
+        activation = lowest_peak(sizes)
+    else:
+        programs = [r.program for r in candidate.program.ranks]
+        again_s = layer_forward_s(programs, problem.cost_model, problem.num_stages)
+        found = least_repeated(sizes, again_s, problem.memory_limit_bytes)
+        # Where nothing fits, the numbers of the leanest choice are reported.
+        activation = lowest_peak(sizes) if found is None else found.activation
+    return cut_group(views, candidate.rule, activation)
 
 
-def _drop_until_it_fits(view: RankView, candidate: _Candidate) -> RankProgram:
-    """Drop the activations of the fewest micro-batches, those held longest first."""
-    held = _held_token_ops(candidate.program)
-    longest = np.argsort(-held, kind="stable")
-
-    def with_dropped(count: int) -> RankProgram:
-        activation = np.full(len(held), view.layout.problem.base_activation, "<U9")
-        activation[longest[:count]] = "drop"
-        return cut_program(view, candidate.rule, activation)
-
-    enough, too_few = len(held), 0
-    best = with_dropped(enough)
-    while best.fits and enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        program = with_dropped(middle)
-        if program.fits:
-            enough, best = middle, program
-        else:
-            too_few = middle
-    return best
-
-
-def _held_token_ops(kept: RankProgram) -> IntArray:
-    """Tokens of each micro-batch times the ops between its forward and its backward."""
-    table = kept.program.micro_batches
-    at = {op: i for i, op in enumerate(kept.program.ops())}
-    waits = [at[Op("backward", m)] - at[Op("forward", m)] for m in range(len(table))]
-    return np.array(waits, np.int64) * table.num_tokens
+def group_bytes(ranks: Sequence[RankProgram]) -> ActivationBytes:
+    """What ranks in step hold, whatever their micro-batches keep."""
+    layout = ranks[0].layout
+    memory = layout.problem.memory_model
+    return activation_bytes([r.program for r in ranks], layout.tree, memory)

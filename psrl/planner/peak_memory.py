@@ -31,7 +31,7 @@ def peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
         is_last = stage == num_stages - 1
         on_stage = stage_ops(ops, num_stages, stage)
         activations = _activation_bytes(program, on_stage, memory, is_last)
-        peaks.append(int((activations + _cache_bytes(program, tree, on_stage, memory)).max()))
+        peaks.append(int((activations + cache_bytes(program, tree, on_stage, memory)).max()))
     return memory.static_bytes + max(peaks)
 
 
@@ -64,9 +64,7 @@ def _activation_bytes(
     return np.array(during, np.int64)
 
 
-def _cache_bytes(
-    program: Program, tree: PrefixTree, ops: list[Op], memory: MemoryModel
-) -> IntArray:
+def cache_bytes(program: Program, tree: PrefixTree, ops: list[Op], memory: MemoryModel) -> IntArray:
     """[number of ops] cached keys and values, and their gradients, during each op."""
     blocks, count = program.blocks, len(program.micro_batches)
     if not len(blocks):

@@ -1,51 +1,80 @@
 """Greedy placements: one sample or one semantic group at a time."""
 
+import heapq
+
 import numpy as np
 
 from psrl.core.prefix_tree import PrefixTree
-from psrl.core.sample import IntArray, StrArray
+from psrl.core.sample import FloatArray, IntArray, StrArray
 
 from .cost_tree import CostTree, RangeMinimum
 
 
+class _Holders:
+    """Ranks that hold each node of a tree, as bits; a rank that holds a node holds its path."""
+
+    def __init__(self, parent: IntArray, cost_s: FloatArray) -> None:
+        self._parent = parent.tolist()
+        self._cost_s = cost_s.tolist()
+        self._holders = [0] * len(self._parent)
+
+    def add(self, node: int, rank: int) -> float:
+        """Give a rank the path to a node; returns the cost of what it did not hold."""
+        bit, added_s = 1 << rank, 0.0
+        while node >= 0 and not self._holders[node] & bit:
+            self._holders[node] |= bit
+            added_s += self._cost_s[node]
+            node = self._parent[node]
+        return added_s
+
+
 def unique_cost_ranks(costs: CostTree, num_ranks: int) -> IntArray:
     """[S] each sample to the rank with the least work so far, counting shared nodes once."""
-    load = np.zeros(num_ranks)
-    held = np.zeros((num_ranks, costs.num_nodes), bool)
-    rank = np.empty(len(costs.leaf_of_sample), np.int64)
-    for sample, leaf in enumerate(costs.leaf_of_sample.tolist()):
-        chosen = int(load.argmin())
-        rank[sample] = chosen
-        new = _unheld_path(costs, int(costs.leaves[leaf]), held[chosen])
-        held[chosen, new] = True
-        load[chosen] += costs.cost_s[new].sum()
-    return rank
+    held = _Holders(costs.parent, costs.cost_s)
+    load = [(0.0, r) for r in range(num_ranks)]
+    rank = []
+    for node in costs.leaves[costs.leaf_of_sample].tolist():
+        so_far_s, chosen = load[0]
+        rank.append(chosen)
+        heapq.heapreplace(load, (so_far_s + held.add(node, chosen), chosen))
+    return np.array(rank, np.int64)
 
 
 def longest_prefix_ranks(
     tree: PrefixTree, costs: CostTree, group_id: StrArray, num_ranks: int
 ) -> IntArray:
     """[S] each group, in order, to the rank that holds its longest prefix; ties to least loaded."""
-    load = np.zeros(num_ranks)
-    held = np.zeros((num_ranks, tree.num_nodes), bool)
-    held[:, 0] = True
-    held_cost = np.zeros((num_ranks, costs.num_nodes), bool)
+    load, everybody = np.zeros(num_ranks), (1 << num_ranks) - 1
+    parent, end_depth = tree.parent.tolist(), tree.end_depth.tolist()
+    holders = [0] * tree.num_nodes
+    held = _Holders(costs.parent, costs.cost_s)
     rank = np.empty(len(group_id), np.int64)
     for samples in _groups(group_id):
-        ends = tree.sample_node[samples]
-        nodes = np.unique(
-            np.concatenate([[0], *(tree.path(int(v)) for v in ends)]).astype(np.int64)
-        )
-        matched = np.where(held[:, nodes], tree.end_depth[nodes], 0).max(axis=1)
-        best = np.flatnonzero(matched == matched.max())
-        chosen = int(best[load[best].argmin()])
+        longest, matching = 0, everybody
+        nodes: set[int] = set()
+        for end in tree.sample_node[samples].tolist():
+            node = end
+            while node > 0 and node not in nodes:
+                nodes.add(node)
+                if holders[node] and end_depth[node] >= longest:
+                    same = matching if end_depth[node] == longest else 0
+                    longest, matching = end_depth[node], same | holders[node]
+                node = parent[node]
+        chosen = _least_loaded(load, matching, everybody)
         rank[samples] = chosen
-        held[chosen, nodes] = True
-        for leaf in np.unique(costs.leaf_of_sample[samples]).tolist():
-            new = _unheld_path(costs, int(costs.leaves[leaf]), held_cost[chosen])
-            held_cost[chosen, new] = True
-            load[chosen] += costs.cost_s[new].sum()
+        for node in nodes:
+            holders[node] |= 1 << chosen
+        for leaf in costs.leaf_of_sample[samples].tolist():
+            load[chosen] += held.add(int(costs.leaves[leaf]), chosen)
     return rank
+
+
+def _least_loaded(load: FloatArray, ranks: int, everybody: int) -> int:
+    """The first least loaded of some ranks, given as bits."""
+    if ranks == everybody:
+        return int(load.argmin())
+    some = [r for r in range(len(load)) if ranks >> r & 1]
+    return some[int(load[some].argmin())]
 
 
 def group_ranks(group_id: StrArray, num_tokens: IntArray, num_ranks: int) -> IntArray:
@@ -131,14 +160,3 @@ def _groups(group_id: StrArray) -> list[IntArray]:
         else []
     )
     return [by_group[g] for g in np.argsort(first, kind="stable").tolist()]
-
-
-def _unheld_path(
-    costs: CostTree, node: int, held: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
-) -> list[int]:
-    """Nodes from `node` upward that are not held yet."""
-    new: list[int] = []
-    while node >= 0 and not held[node]:
-        new.append(node)
-        node = int(costs.parent[node])
-    return new

@@ -7,12 +7,15 @@ from psrl.core.sample import FloatArray, IntArray
 from .bounds import Bound
 from .cost_tree import rank_costs
 from .cp_search import improve_few_ranks, place_items
+from .leaf_bound import raise_by_leaves
 from .placement_tree import GAP_TOLERANCE, two_level_leaves
 from .problem import ProgramProblem
 from .subset_search import MAX_ITEMS, best_items
 
 # With more leaves per rank the local search is as good and much faster.
 _FEW_LEAVES_PER_RANK = 4
+# Rounds of prices of the bound by leaves, for each unit of the work limit.
+_ROUNDS_PER_WORK = 5
 # Local-search steps, as a multiple of those of the psrl policy.
 _MORE_ITERATIONS = 10
 
@@ -39,7 +42,11 @@ def optimal_ranks(target: ProgramProblem, rank: IntArray) -> tuple[IntArray, Bou
     if len(tree.leaves) < _FEW_LEAVES_PER_RANK * num_ranks:
         goal_s, limit = bound_s * (1.0 + GAP_TOLERANCE), planning.solver_work_limit
         leaf_rank = improve_few_ranks(tree, leaf_rank, num_ranks, goal_s, limit, planning.seed)
-    return leaf_rank[tree.leaf_of_sample], None
+    num_rounds = int(planning.solver_work_limit * _ROUNDS_PER_WORK)
+    worst_s, _ = _worst_and_total(rank_costs(tree, leaf_rank, num_ranks))
+    raised_s = raise_by_leaves(tree, num_ranks, bound_s, worst_s, num_rounds)
+    proven = Bound(raised_s * (1.0 - 1e-9), "configurations of leaves")
+    return leaf_rank[tree.leaf_of_sample], proven if raised_s > bound_s else None
 
 
 def _worst_and_total(cost_s: FloatArray) -> tuple[float, float]:

@@ -8,11 +8,11 @@ rank may train it for less.
 import numpy as np
 
 from psrl.core.packing import visible_pairs
+from psrl.core.rank_nodes import nodes_of_ranks
 from psrl.core.sample import FloatArray, IntArray
 
-from .layout import Layout
+from .layout import Layout, rank_work_s
 from .problem import ProgramProblem
-from .token_cuts import rank_view
 
 # With more leaves per rank the riders' rows are small beside what leaves can balance.
 _MAX_LEAVES_PER_RANK = 16
@@ -34,11 +34,10 @@ def move_riders(target: ProgramProblem, rank: IntArray, goal_s: float) -> IntArr
     riders = {s for s in _riders(target).tolist() if rows[s]}
     if not riders:
         return rank
-    load_s = np.array([_work_s(target, rank, r) for r in range(num_ranks)])
+    load_s = rank_work_s(_shared(target, rank))
     node_s = _node_s(target)
     held = np.zeros((num_ranks, tree.num_nodes), bool)
-    for r in range(num_ranks):
-        held[r, _shared(target, rank).nodes_of(r)] = True
+    held[nodes_of_ranks(tree, rank)] = True
     for _ in range(_MAX_MOVES):
         heaviest = int(load_s.argmax())
         mine = [s for s in riders if rank[s] == heaviest]
@@ -51,9 +50,9 @@ def move_riders(target: ProgramProblem, rank: IntArray, goal_s: float) -> IntArr
         after[heaviest] = np.inf
         chosen = int(after.argmin())
         rank[sample] = chosen
-        new_s = _work_s(target, rank, heaviest), _work_s(target, rank, chosen)
-        if max(new_s) < load_s[heaviest]:
-            load_s[[heaviest, chosen]] = new_s
+        new_s = rank_work_s(_shared(target, rank))
+        if max(new_s[heaviest], new_s[chosen]) < load_s[heaviest]:
+            load_s = new_s
             held[chosen, path] = True
         else:
             rank[sample] = heaviest
@@ -80,10 +79,6 @@ def _node_s(target: ProgramProblem) -> FloatArray:
     pairs = visible_pairs(tree.start_depth, tree.num_tokens)
     cost_s: FloatArray = unit.token_s * tree.num_tokens + unit.pair_s * pairs
     return cost_s
-
-
-def _work_s(target: ProgramProblem, rank: IntArray, r: int) -> float:
-    return float(rank_view(_shared(target, rank), r).cost_before_s[-1])
 
 
 def _shared(target: ProgramProblem, rank: IntArray) -> Layout:

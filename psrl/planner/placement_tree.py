@@ -6,6 +6,7 @@ packed by best fit and split only where they fit nowhere; then subtrees move bet
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,8 +19,13 @@ from .local_search import LocalSearch
 GAP_TOLERANCE = 1e-3
 _BISECTION_TOLERANCE = 1e-5
 _PACK_TOLERANCE = 2e-4
-# Among cuts that use the room to within this share, the one at the cheapest fork is taken.
-_CUT_SLACK = (0.0, 0.01)
+# Starts this much worse than the best are not descended from.
+_PROMISING = 1.5
+# Nodes that a descent may look at, in steps of the whole tree.
+_DESCENT_WORK = 1_000_000
+_MAX_DESCENT_STEPS = 2000
+# With more pairs of a node and a rank, only the best start is descended from.
+_MAX_CELLS = 10_000_000
 
 
 def dfs_cut_leaves(tree: CostTree, num_ranks: int) -> IntArray:
@@ -59,47 +65,61 @@ def two_level_leaves(
 
     Args:
         bound_s: proven lower bound; the search stops within `GAP_TOLERANCE` of it.
-        num_iterations: local-search steps, so that the result does not depend on the clock.
+        num_iterations: local-search steps, so that the result does not depend on the clock; none
+            gives the heuristic alone, and more are never worse.
     """
     if num_ranks == 1 or len(tree.leaves) == 1:
         return np.zeros(len(tree.leaves), np.int64)
     goal = bound_s * (1.0 + GAP_TOLERANCE)
+    starts: list[tuple[float, IntArray]] = []
+    for leaf_rank in _starts(tree, num_ranks, goal):
+        worst_s = float(rank_costs(tree, leaf_rank, num_ranks).max())
+        if worst_s <= goal:
+            return leaf_rank
+        starts.append((worst_s, leaf_rank))
+    starts.sort(key=lambda start: start[0])
+    if tree.num_nodes * num_ranks > _MAX_CELLS:
+        starts = starts[:1]
+    num_steps = max(_DESCENT_WORK // tree.num_nodes, 1)
     best: LocalSearch | None = None
-    for start in (dfs_cut_leaves, _pack_tightly, _pack_at_forks, _longest_first):
-        if best is not None and best.worst_s <= goal:
+    for worst_s, leaf_rank in starts:
+        if worst_s > _PROMISING * starts[0][0]:
             break
-        leaf_rank = start(tree, num_ranks)
-        found = rank_costs(tree, leaf_rank, num_ranks)
-        if best is not None and found.max() > 1.5 * best.worst_s:
-            continue
         search = LocalSearch(tree, leaf_rank, num_ranks, seed)
-        search.descend(goal, num_iterations)
+        search.descend(goal, num_steps)
         if best is None or search.objective < best.objective:
             best = search
+        if best.worst_s <= goal:
+            break
     assert best is not None
+    if num_iterations:
+        best.descend(goal, _MAX_DESCENT_STEPS)
     best.iterate(goal, num_iterations)
     return best.leaf_rank()
 
 
-def _pack_tightly(tree: CostTree, num_ranks: int) -> IntArray:
-    return _pack(tree, num_ranks, _CUT_SLACK[0])
+def _starts(tree: CostTree, num_ranks: int, goal_s: float) -> Iterator[IntArray]:
+    """Placements to start from, the quickest first."""
+    yield _longest_first(tree, num_ranks)
+    yield _pack(tree, num_ranks, goal_s)
+    yield dfs_cut_leaves(tree, num_ranks)
 
 
-def _pack_at_forks(tree: CostTree, num_ranks: int) -> IntArray:
-    return _pack(tree, num_ranks, _CUT_SLACK[1])
+def _pack(tree: CostTree, num_ranks: int, goal_s: float) -> IntArray:
+    """Packing with the lowest limit found; success is not monotone in the limit.
 
-
-def _pack(tree: CostTree, num_ranks: int, slack: float) -> IntArray:
-    """Packing with the lowest limit found; success is not monotone in the limit."""
+    Args:
+        goal_s: a limit that needs no lowering.
+    """
     low = max(tree.total_s / num_ranks, float(tree.path_s.max()))
     high, step = low, 0.002
-    best = _pack_below(tree, num_ranks, high, slack)
+    best = _pack_below(tree, num_ranks, high)
     while best is None:
         low, high, step = high, high * (1.0 + step), 2 * step
-        best = _pack_below(tree, num_ranks, high, slack)
-    while high > low * (1.0 + _PACK_TOLERANCE):
+        best = _pack_below(tree, num_ranks, high)
+    while high > max(low * (1.0 + _PACK_TOLERANCE), goal_s):
         middle = (low + high) / 2
-        packed = _pack_below(tree, num_ranks, middle, slack)
+        packed = _pack_below(tree, num_ranks, middle)
         if packed is None:
             low = middle
         else:
@@ -107,7 +127,7 @@ def _pack(tree: CostTree, num_ranks: int, slack: float) -> IntArray:
     return best
 
 
-def _pack_below(tree: CostTree, num_ranks: int, limit_s: float, slack: float) -> IntArray | None:
+def _pack_below(tree: CostTree, num_ranks: int, limit_s: float) -> IntArray | None:
     """Groups by decreasing cost to the fullest rank with room; None if some leaf fits nowhere.
 
     A group without room anywhere fills the emptiest rank with a run of its leaves, and the rest
@@ -140,10 +160,6 @@ def _pack_below(tree: CostTree, num_ranks: int, limit_s: float, slack: float) ->
         cut = min(int(np.searchsorted(run, base + room, side="right")) - 1, last)
         if cut <= first:
             return None
-        earliest = max(first + 1, int(np.searchsorted(run, base + room - slack * limit_s)))
-        if earliest < cut < last:
-            forks = shared[earliest : cut + 1]
-            cut -= int(forks[::-1].argmin())
         rank[first:cut] = r
         insort(rooms, (room - cost(first, cut), r))
         if cut < last:

@@ -1,6 +1,6 @@
 """The scheduling policies: each decides one program, as a pure function of its samples.
 
-docs/policies.md has the table. To add one: write the function, add it to `POLICIES`.
+docs/policies.md has the table, and says how to add one, in psRL or outside.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,9 @@ from .placement_tree import GAP_TOLERANCE, dfs_cut_leaves, two_level_leaves
 from .placement_verl import verl_micro_batches, verl_ranks
 from .problem import ProgramProblem
 from .rank_micro_batches import sample_sets, token_cuts, work_s
+
+# Times that differ by less are equal: they add up the same ops in another order.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +71,17 @@ def vllm_ps(target: ProgramProblem) -> Draft:
 
 def sharing_agnostic(target: ProgramProblem) -> Draft:
     """veRL's ranks, our micro-batches and caching."""
-    return _with_our_cuts(target, _verl_place(target))
+    return with_our_cuts(target, _verl_place(target))
 
 
 def prefix_match_first(target: ProgramProblem) -> Draft:
     """Each group to the rank that holds its longest prefix, our micro-batches and caching."""
-    return _with_our_cuts(target, _prefix_place(target))
+    return with_our_cuts(target, _prefix_place(target))
 
 
 def balance_first(target: ProgramProblem) -> Draft:
     """Each sample to the least loaded rank, our micro-batches and caching."""
-    return _with_our_cuts(target, _balanced_place(target))
+    return with_our_cuts(target, _balanced_place(target))
 
 
 def first_fit(target: ProgramProblem) -> Draft:
@@ -140,21 +143,23 @@ def _fastest(layout: Layout) -> BuiltProgram:
     nothing_to_share = target.tree.unique_tokens == target.samples.logical_tokens
     if ours.fits and nothing_to_share and ours.time_s <= 1.01 * target.rank_cost_bound_s:
         return ours
+    limit_s = ours.time_s * (1.0 - _ROUNDING) if ours.fits else np.inf
     rivals = []
     for place, policies in _RIVALS:
         # Work on the slowest rank, with all possible sharing, is a lower bound on the time of
         # all policies that place samples so: most are ruled out by it.
-        if not ours.fits or work_s(_shared(target, place(target))) < ours.time_s:
+        if work_s(_shared(target, place(target))) < limit_s:
             drafts = (policy(target) for policy in policies)
-            rivals += [d.build() for d in drafts if not ours.fits or work_s(d.layout) < ours.time_s]
-    better = [r for r in rivals if r.fits and (not ours.fits or r.time_s < ours.time_s)]
+            rivals += [d.build() for d in drafts if work_s(d.layout) < limit_s]
+    better = [r for r in rivals if r.fits and r.time_s < limit_s]
     if better and ours.fits:
         # The fastest cuts may win where saving memory has cost a little time.
         better.append(token_cuts(layout, memory_weight=0.0))
     return min(better, key=lambda built: built.time_s, default=ours)
 
 
-def _with_our_cuts(target: ProgramProblem, rank: IntArray) -> Draft:
+def with_our_cuts(target: ProgramProblem, rank: IntArray) -> Draft:
+    """Given ranks of the samples, our micro-batches and caching."""
     layout = _shared(target, rank)
     return Draft(layout, lambda: token_cuts(layout))
 

@@ -1,73 +1,96 @@
-"""Micro-batches of all ranks: token-wise cuts chosen by predicted time, or given sample sets."""
+"""Micro-batches of all ranks: token-wise cuts chosen by predicted time, or given sample sets.
+
+Ranks that share experts run in step, whatever made their micro-batches.
+"""
+
+from typing import TypeVar
 
 import numpy as np
 
 from psrl.core.sample import IntArray
 
 from .assemble import BuiltProgram, Caching, RankProgram, join_ranks, rank_program
-from .layout import Layout, Pieces
+from .expert_groups import run_in_step
+from .layout import Layout, Pieces, rank_work_s
 from .micro_batching import (
     MEMORY_WEIGHT,
     CutRule,
     all_rules,
-    best_rank_program,
-    cut_program,
+    best_group_program,
+    cut_group,
 )
-from .token_cuts import rank_view
+from .token_cuts import SNAP, rank_view
 
-# Ranks for which all rules may be tried; the others use the best few of the rank before.
-_NUM_THOROUGH_RANKS = 8
-_NUM_RULES_OF_OTHERS = 6
+# Groups for which all rules may be tried; the others use the best few of the group before.
+_NUM_THOROUGH_GROUPS = 8
+_MAX_OTHERS = 6
 
 
 def work_s(layout: Layout) -> float:
     """Work of the most loaded rank, all phases, without fixed costs: no plan of it is faster."""
-    ranks = range(layout.problem.num_ranks)
-    return max(float(rank_view(layout, rank).cost_before_s[-1]) for rank in ranks)
+    return float(rank_work_s(layout).max())
 
 
 def token_cuts(
     layout: Layout,
     single_unit: bool = False,
     memory_weight: float = MEMORY_WEIGHT,
+    snap: float = SNAP,
 ) -> BuiltProgram:
     """Our micro-batches on every rank.
 
-    The most loaded rank is cut by the best rule of all. The others need not be faster than it,
-    so the first of its best rules that keeps them below it will do.
+    Ranks that share experts run in step and are one group, any other rank is one by itself. The
+    most loaded group is cut by the best rule of all. The others need not be faster than it, so
+    the first of its best rules that keeps them below it will do.
 
     Args:
         single_unit: only plain even cuts.
         memory_weight: share of the time that all of the device memory is worth.
+        snap: see `CutRule`; infinite cuts between nodes only, where the token budget allows.
     """
-    views = [rank_view(layout, rank) for rank in range(layout.problem.num_ranks)]
-    by_work = sorted(views, key=lambda view: -float(view.cost_before_s[-1]))
+    by_work = sorted(
+        _in_groups(layout, [rank_view(layout, r) for r in range(layout.problem.num_ranks)]),
+        key=lambda views: -max(float(view.cost_before_s[-1]) for view in views),
+    )
     programs: dict[int, RankProgram] = {}
     rules: list[CutRule] = []
     slowest_s, num_thorough = 0.0, 0
-    for view in by_work:
-        program = cut_program(view, rules[0]) if rules else None
-        if program is None or program.time_s > slowest_s or not program.fits:
-            thorough = num_thorough < _NUM_THOROUGH_RANKS
-            tried = all_rules(view, single_unit) if thorough else rules[:_NUM_RULES_OF_OTHERS]
-            choice = best_rank_program(view, tried, memory_weight)
-            program, rules = choice.program, choice.rules if thorough else rules
+    for views in by_work:
+        group = cut_group(views, rules[0]) if rules else None
+        if group is None or group.time_s > slowest_s or not group.fits:
+            thorough = num_thorough < _NUM_THOROUGH_GROUPS
+            tried = all_rules(views, single_unit, snap) if thorough else rules[:_MAX_OTHERS]
+            choice = best_group_program(views, tried, memory_weight)
+            group, rules = choice.program, choice.rules if thorough else rules
             num_thorough += 1
-        programs[view.rank] = program
-        slowest_s = max(slowest_s, program.time_s)
-    return join_ranks(layout, [programs[rank] for rank in range(len(views))])
+        programs |= {view.rank: made for view, made in zip(views, group.ranks, strict=True)}
+        slowest_s = max(slowest_s, group.time_s)
+    return join_ranks(layout, [programs[rank] for rank in sorted(programs)])
+
+
+T = TypeVar("T")
+
+
+def _in_groups(layout: Layout, ranks: list[T]) -> list[list[T]]:
+    """One entry per rank in runs of ranks that share experts."""
+    size = layout.problem.setup.parallel.coupled_ranks
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def sample_sets(layout: Layout, sets: list[list[IntArray]], caching: Caching) -> BuiltProgram:
     """Micro-batches that compute whole samples, without tokens of earlier micro-batches.
 
     Args:
-        sets: samples of each micro-batch, in order, per rank.
+        sets: samples of each micro-batch, in order, per rank; ranks in step with fewer get empty
+            micro-batches.
     """
-    ranks = [
+    alone = [
         rank_program(layout, rank, _pieces_of_sets(layout, mine), caching)
         for rank, mine in enumerate(sets)
     ]
+    ranks: list[RankProgram] = []
+    for programs in _in_groups(layout, alone):
+        ranks += run_in_step(programs, len(ranks)).ranks
     return join_ranks(layout, ranks)
 
 

@@ -8,6 +8,7 @@ time.
 
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -16,8 +17,22 @@ from psrl.core.sample import FloatArray, IntArray
 
 from .layout import Layout, Pieces
 
-# A cut moves to the end of a node if that is within this share of a micro-batch's cost.
-_SNAP = 0.01
+SNAP = 0.01
+"""A cut moves to the end of a node if that is within this share of a micro-batch's cost."""
+
+# Parts of a unit beyond the wanted number, and as its multiple, that are tried until equal costs
+# respect the token budget: the first tokens of long samples are cheap, so their part is large.
+_EXTRA_PARTS = (
+    (0, 1.0),
+    (1, 1.0),
+    (2, 1.0),
+    (4, 1.1),
+    (6, 1.25),
+    (8, 1.5),
+    (10, 2.0),
+    (12, 3.0),
+    (16, 4.0),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +43,7 @@ class RankView:
         node: [N] nodes of the layout's tree.
         end: [N] the subtree of place i on this rank is the places `i .. end[i] - 1`.
         parent: [N] place of the parent; -1 below the root.
-        head_s: [N] cost of the predicted rows of a node, spread evenly over its tokens.
+        head_s: [N] cost of the predicted rows of a node.
     """
 
     layout: Layout
@@ -71,29 +86,42 @@ class RankView:
         """
         before = self.cost_before_s
         place = np.clip(np.searchsorted(before, cost_s, side="right") - 1, 0, len(self.node) - 1)
-        room = cost_s - before[place]
+        room, rest = cost_s - before[place], before[place + 1] - cost_s
         tokens = self.num_tokens[place]
-        # x tokens cost a x^2 + b x, since x (x + 1) / 2 of their pairs are among themselves.
-        unit = self.layout.target.unit_costs
-        a = 0.5 * unit.pair_s
-        b = (
-            unit.token_s
-            + unit.pair_s * (self.start_depth[place] + 0.5)
-            + self.head_s[place] / tokens
-        )
-        x = 2.0 * room / (b + np.sqrt(b * b + 4.0 * a * room))
-        inside = np.clip(np.rint(x), 0, tokens).astype(np.int64)
-        rest = before[place + 1] - cost_s
+        inside = self._tokens_inside(place, room)
         inside = np.where((room <= snap_s) & (room <= rest), 0, inside)
         inside = np.where((rest <= snap_s) & (rest < room), tokens, inside)
         return self.tokens_before[place] + inside
+
+    def _tokens_inside(self, place: IntArray, room_s: FloatArray) -> IntArray:
+        """Tokens of the nodes at some places that cost as much as given, to the nearest token."""
+        tree, unit, rows = self.layout.tree, self.layout.target.unit_costs, self.layout.rank_rows
+        start, depth = tree.token_start[self.node[place]], self.start_depth[place]
+
+        def cost_s(num_tokens: IntArray) -> FloatArray:
+            head = rows.count(self.rank, start, start + num_tokens)
+            cost: FloatArray = (
+                unit.token_s * num_tokens
+                + unit.pair_s * visible_pairs(depth, num_tokens)
+                + unit.head_s * head
+            )
+            return cost
+
+        # Predicted rows are clustered, so only bisection is sure to converge.
+        low, high = np.zeros(len(place), np.int64), self.num_tokens[place]
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            below = cost_s(middle) <= room_s
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        nearer_high = cost_s(high) - room_s < room_s - cost_s(low)
+        return np.where(nearer_high, high, low)
 
 
 def rank_view(layout: Layout, rank: int) -> RankView:
     """The tree as one rank sees it."""
     tree, nodes = layout.tree, layout.nodes_of(rank)
-    rows = layout.loss_rows.of(layout.rank == rank)
-    head_tokens = rows.count(tree.token_start[nodes], tree.token_start[nodes + 1])
+    start, end = tree.token_start[nodes], tree.token_start[nodes + 1]
+    head_tokens = layout.rank_rows.count(rank, start, end)
     parent = np.where(tree.parent[nodes] > 0, np.searchsorted(nodes, tree.parent[nodes]), -1)
     return RankView(
         layout,
@@ -138,22 +166,26 @@ def unit_starts(view: RankView, unit_s: float, micro_batch_s: float) -> list[int
     return starts
 
 
-def cut_units(view: RankView, starts: list[int], micro_batch_s: float, max_tokens: int) -> IntArray:
+def cut_units(
+    view: RankView,
+    starts: list[int],
+    micro_batch_s: float,
+    max_tokens: int,
+    snap: float = SNAP,
+) -> IntArray:
     """Token bounds of the micro-batches: each unit in even parts of about the given cost.
 
     Returns: [M + 1] ascending bounds in the rank's token order, the first 0.
     """
     bounds = [np.zeros(1, np.int64)]
     for first, last in zip(starts, [*starts[1:], len(view.node)], strict=True):
-        low, high = float(view.cost_before_s[first]), float(view.cost_before_s[last])
+        unit_s = float(view.cost_before_s[last] - view.cost_before_s[first])
         begin, stop = int(view.tokens_before[first]), int(view.tokens_before[last])
         fewest = -(-(stop - begin) // max_tokens)
-        num_parts = max(fewest, round((high - low) / micro_batch_s) if micro_batch_s else 1)
-        for parts in (num_parts, num_parts + 1, num_parts + 2, num_parts + 4):
-            targets = low + (high - low) * np.arange(1, parts) / parts
-            snap_s = _SNAP * (high - low) / parts
-            cuts = np.unique(np.clip(view.tokens_at(targets, snap_s), begin, stop))
-            cuts = np.append(cuts[(cuts > begin) & (cuts < stop)], stop)
+        num_parts = max(fewest, round(unit_s / micro_batch_s) if micro_batch_s else 1)
+        for extra in _EXTRA_PARTS:
+            parts = max(num_parts + extra[0], int(num_parts * extra[1]))
+            cuts = _even_cuts(view, first, last, parts, snap)
             if np.diff(cuts, prepend=begin).max() <= max_tokens:
                 break
         else:
@@ -162,6 +194,43 @@ def cut_units(view: RankView, starts: list[int], micro_batch_s: float, max_token
             cuts = begin + (stop - begin) * np.arange(1, parts + 1) // parts
         bounds.append(cuts)
     return np.unique(np.concatenate(bounds))
+
+
+def cut_exactly(
+    view: RankView, num_units: int, count: int, max_tokens: int, snap: float = SNAP
+) -> IntArray | None:
+    """Bounds of a given number of micro-batches, in even parts of units; None if one is too large.
+
+    Of fewer tokens than that, every one has a micro-batch.
+
+    Args:
+        num_units: a unit costs at most this share of the rank.
+    """
+    total_tokens, total_s = view.total_tokens, float(view.cost_before_s[-1])
+    if total_tokens <= count:
+        return np.arange(total_tokens + 1)
+    micro_batch_s = total_s / count
+    unit_s = max(total_s / num_units, micro_batch_s) * (1.0 + 1e-9)
+    starts = unit_starts(view, unit_s, micro_batch_s)
+    if len(starts) > count:
+        starts = starts[:1]
+    edges = np.array([*starts, len(view.node)])
+    unit_costs_s, unit_tokens = (
+        np.diff(x[edges]) for x in (view.cost_before_s, view.tokens_before)
+    )
+    parts = _parts_of_units(unit_costs_s, unit_tokens, count)
+    bounds = [np.zeros(1, np.int64)]
+    for first, last, num_parts in zip(edges[:-1], edges[1:], parts, strict=True):
+        begin, stop = int(view.tokens_before[first]), int(view.tokens_before[last])
+        for snapped in (snap, 0.0):
+            cuts = _even_cuts(view, first, last, num_parts, snapped)
+            if len(cuts) == num_parts:
+                break
+        else:
+            cuts = begin + (stop - begin) * np.arange(1, num_parts + 1) // num_parts
+        bounds.append(cuts)
+    found = np.concatenate(bounds)
+    return found if int(np.diff(found).max()) <= max_tokens else None
 
 
 def pieces_of(view: RankView, bounds: IntArray) -> Pieces:
@@ -175,3 +244,29 @@ def pieces_of(view: RankView, bounds: IntArray) -> Pieces:
         start_depth=view.start_depth[place] + start - view.tokens_before[place],
         num_tokens=np.diff(edges),
     )
+
+
+def _even_cuts(view: RankView, first: int, last: int, parts: int, snap: float) -> IntArray:
+    """Bounds behind the first of the parts of equal cost of the places `first .. last - 1`."""
+    low, high = float(view.cost_before_s[first]), float(view.cost_before_s[last])
+    begin, stop = int(view.tokens_before[first]), int(view.tokens_before[last])
+    targets = low + (high - low) * np.arange(1, parts) / parts
+    cuts = np.unique(np.clip(view.tokens_at(targets, snap * (high - low) / parts), begin, stop))
+    return np.append(cuts[(cuts > begin) & (cuts < stop)], stop)
+
+
+def _parts_of_units(unit_s: FloatArray, num_tokens: IntArray, count: int) -> list[int]:
+    """Parts of each unit, `count` in all, such that the costliest part is as cheap as can be."""
+    parts = [1] * len(unit_s)
+
+    def key(unit: int) -> float:
+        # A unit of as many tokens as parts cannot be cut further.
+        return -float(unit_s[unit]) / parts[unit] if parts[unit] < num_tokens[unit] else 0.0
+
+    heap = [(key(unit), unit) for unit in range(len(parts))]
+    heapify(heap)
+    for _ in range(count - len(parts)):
+        unit = heap[0][1]
+        parts[unit] += 1
+        heapreplace(heap, (key(unit), unit))
+    return parts

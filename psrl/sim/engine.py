@@ -1,6 +1,6 @@
 """Replay a plan: every phase is one run of all ranks and stages, on SimPy or vectorised."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch
 
 from .assemble_events import phase_events
+from .block_effects import BlockEffects
 from .options import SimOptions, chosen_engine
 from .reduction import Reduction
 from .stage import Port, ReductionMeeting, SharedPorts, StageWorker, pipeline_workers
@@ -42,6 +43,7 @@ def simulate(
     *,
     phases: tuple[str, ...] | None = None,
     options: SimOptions | None = None,
+    effects: Sequence[BlockEffects] | None = None,
     progress: OnProgress | None = None,
 ) -> Events:
     """Run a plan op by op in simulated time and memory.
@@ -58,6 +60,7 @@ def simulate(
         phases: phases to run; None for all that the plan's programs name.
         options: engine, slow ranks, shared network ports, overlap; `chosen_engine` says which
             engine runs.
+        effects: what other blocks than the planner's change, per program; `apply_block_policy`.
         progress: told about finished ops.
 
     Raises:
@@ -75,7 +78,7 @@ def simulate(
     parts = []
     for phase, indices in programs_of.items():
         if indices not in runs:
-            works, twin = phase_work(plan, indices, batch, costs, options)
+            works, twin = phase_work(plan, indices, batch, costs, options, effects)
             on_ops = _reporter(phase, works, progress)
             reduction = Reduction.of(plan, costs, options)
             run = _run_vectorised if engine == "vectorised" else _run_simpy

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from simpy import Environment, Event
 
+from psrl.core.cluster import first_device
 from psrl.core.plan import Plan
 from psrl.core.sample import FloatArray
 
@@ -201,9 +202,7 @@ def pipeline_workers(
 
 
 class SharedPorts:
-    """Which network port the messages between two stages of a rank pass, in Megatron's rank order.
-
-    Tensor-parallel ranks are neighbours, then data-parallel ranks, then stages.
+    """Which network port the messages between two stages of a rank pass (`first_device`).
 
     Args:
         nics_per_host: ports that the devices of a host share in equal runs.
@@ -212,14 +211,13 @@ class SharedPorts:
     def __init__(self, plan: Plan, nics_per_host: int) -> None:
         self._per_host = plan.cluster.devices_per_host
         self._per_nic = self._per_host // nics_per_host
-        self._tensor = plan.parallel.tensor_model_parallel_size
-        self._num_ranks = plan.num_ranks
+        self._parallel = plan.parallel
         self._ports: dict[int, Port] = {}
 
     def port_of(self, rank: int, stage: int, target: int) -> tuple[Port | None, int]:
         """The port of the sending host, or None inside a host; how often it carries a message."""
-        device, other = (self._tensor * (rank + self._num_ranks * s) for s in (stage, target))
+        device, other = (first_device(self._parallel, rank, s) for s in (stage, target))
         if device // self._per_host == other // self._per_host:
             return None, 1
         port = self._ports.setdefault(device // self._per_nic, Port())
-        return port, min(self._tensor, self._per_nic)
+        return port, min(self._parallel.tensor_model_parallel_size, self._per_nic)

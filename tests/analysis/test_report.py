@@ -58,7 +58,7 @@ def test_report_is_self_contained(executed_run: Path) -> None:
     html = write_report(executed_run).read_text(encoding="utf-8")
     assert not re.search(r"https?:|<script|<link|@import|url\(", html)
     sources = re.findall(r'src="([^"]{0,30})', html)
-    assert len(sources) == 7
+    assert len(sources) == 9
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "hand &lt;made&gt;" in html
 
@@ -68,7 +68,8 @@ def test_report_is_deterministic_and_leaves_the_pictures(comparison_run: Path) -
     write_json(comparison_run / "manifest.json", {"plan_time_s": {"psrl": 3.0}})
     assert write_report(comparison_run).read_bytes() == first
     names = {path.name for path in (comparison_run / "plots").iterdir()}
-    stems = ("gain", "factors", "memory_over_time", "worker_times", "timeline", "tokens")
+    stems = ["gain", "factors", "memory_over_time", "worker_times", "timeline", "tokens"]
+    stems += ["iteration_stack", "throughput", "micro_batch_times"]
     assert names == {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "svg", "csv")}
     assert not list(comparison_run.glob("*.partial"))
 
@@ -151,7 +152,7 @@ def test_a_lone_baseline_has_a_report(comparison_run: Path) -> None:
         path.unlink()
     (comparison_run / "policies" / "psrl").rmdir()
     html = write_report(comparison_run).read_text(encoding="utf-8")
-    assert html.count("data:image/png") == 5  # no speed-up to explain
+    assert html.count("data:image/png") == 7  # no speed-up to explain
     text = read(comparison_run)
     assert "there is no gain to report" in text
     assert "no other policy is faster and fits" in text

@@ -233,3 +233,29 @@ def test_wrong_token_advantages(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--init-std 0.3", "--init-std"),
+        ("--repeat 2 --loss gspo --reduce-token-ids", "--loss and --reduce-token-ids and --repeat"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", ["--trace none --cluster none --run-dir run", "--measured none --simulated none"]
+)
+def test_compare_without_execute_refuses_execution_flags(
+    command: str, flags: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["compare", *command.split(), *flags.split(), "--quiet"]
+    assert main(line) == ExitCode.BAD_INPUT
+    error = capsys.readouterr().err
+    assert f"{named} would have no effect: no plan is executed" in error
+    assert "--execute POLICY" in error
+
+
+def test_compare_with_measured_executes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "compare --measured none --simulated none --execute verl --init-std 0.3"
+    assert main(line.split()) == ExitCode.BAD_INPUT
+    assert "without --trace, --cluster and --execute" in capsys.readouterr().err

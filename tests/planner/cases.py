@@ -143,3 +143,16 @@ def workloads() -> dict[str, SampleBatch]:
         "one_group": tree_batch([(800, [(int(n), []) for n in rng.integers(50, 500, size=32)])]),
         "long_path": tree_batch([(5000, []), *star(rng, 5, 4)]),
     }
+
+
+def make_moe_setup(
+    data_parallel_size: int = 4,
+    pipeline_model_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    **options: object,
+) -> Setup:
+    """As `make_setup`, with a mixture of experts spread over data-parallel ranks."""
+    dense = make_setup(data_parallel_size, pipeline_model_parallel_size, **options)
+    sizes = {"expert_model_parallel_size": expert_model_parallel_size}
+    parallel = dense.parallel.model_copy(update=sizes)
+    return dense.model_copy(update={"model": MODELS["qwen3-moe-tiny"], "parallel": parallel})

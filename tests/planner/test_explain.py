@@ -10,6 +10,7 @@ from psrl.planner import (
     format_explanation,
     make_plan,
     search_layouts,
+    search_progress,
 )
 from psrl.planner.critical_path import StageOp, critical_path
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
@@ -55,7 +56,7 @@ def test_the_critical_path_of_a_pipeline_is_its_makespan() -> None:
 
 def test_searched_layouts_use_all_devices_and_the_front_is_not_beaten() -> None:
     problem = problem_of(nasty_batch(3, 6), make_setup(2, 2, max_tokens=16), ("update",))
-    choices = search_layouts(problem, "psrl")
+    choices = search_layouts(problem, "dfs_cut")
     sizes = set()
     for choice in choices:
         p = choice.setup.parallel
@@ -98,3 +99,13 @@ def test_the_advice_of_an_infeasible_plan_is_true() -> None:
     make_plan(
         problem_of(batch, small.model_copy(update={"parallel": parallel}), ("update",)), "verl"
     )
+
+
+def test_the_gap_falls_with_the_steps_to_that_of_the_plan() -> None:
+    problem = problem_of(workloads()["stars"], make_setup(4, max_tokens=512), ("update",))
+    points = search_progress(problem)
+    gaps = [point.gap for point in points]
+    assert points[0].steps == 0
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] >= 0.0
+    assert make_plan(problem, "psrl").predicted["placement_gap"] <= gaps[-1] + 1e-9

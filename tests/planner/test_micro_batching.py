@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from psrl.planner.assemble import rank_program
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import all_rules, best_rank_program, cut_program, cut_rank
+from psrl.planner.micro_batching import all_rules, best_group_program, cut_group, cut_rank
 from psrl.planner.token_cuts import RankView, cut_units, pieces_of, rank_view, unit_starts
 from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of, workloads
 
@@ -79,7 +79,7 @@ def test_cuts_cover_the_rank_once_within_the_budget(
 ) -> None:
     batch = nasty_batch(seed, num_samples)
     view = view_of(batch, 2, 1, max_tokens=max_tokens, pipeline_model_parallel_size=num_stages)
-    for rule in all_rules(view):
+    for rule in all_rules([view]):
         pieces = cut_rank(view, rule)
         sizes = np.bincount(pieces.micro_batch, pieces.num_tokens)
         assert not len(sizes) or (sizes.max() <= max_tokens and sizes.min() >= 1)
@@ -91,24 +91,24 @@ def test_cuts_cover_the_rank_once_within_the_budget(
 
 def test_smaller_units_hold_less() -> None:
     view = view_of(workloads()["stars"], max_tokens=256)
-    whole, *_, fine = [r for r in all_rules(view) if r.count_factor == 2.0]
+    whole, *_, fine = [r for r in all_rules([view]) if r.count_factor == 2.0]
     assert (whole.num_units, fine.num_units) == (1, 16)
-    assert cut_program(view, fine).peak_bytes < 0.7 * cut_program(view, whole).peak_bytes
+    assert cut_group([view], fine).peak_bytes < 0.7 * cut_group([view], whole).peak_bytes
 
 
 def test_holding_more_than_forced_fills_a_pipeline() -> None:
     view = view_of(workloads()["stars"], max_tokens=128, pipeline_model_parallel_size=4)
-    rules = [r for r in all_rules(view) if (r.count_factor, r.num_units) == (1.0, 16)]
-    lean, *_, full = [cut_program(view, rule) for rule in rules]
+    rules = [r for r in all_rules([view]) if (r.count_factor, r.num_units) == (1.0, 16)]
+    lean, *_, full = [cut_group([view], rule) for rule in rules]
     assert full.time_s < lean.time_s
     assert full.peak_bytes > lean.peak_bytes
 
 
 def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None:
     view = view_of(workloads()["stars"], max_tokens=256, pipeline_model_parallel_size=2)
-    rules = all_rules(view)
-    times = [cut_program(view, rule).time_s for rule in rules]
-    assert best_rank_program(view, rules, 0.0).program.time_s == min(times)
-    lean = best_rank_program(view, rules, 0.02).program
+    rules = all_rules([view])
+    times = [cut_group([view], rule).time_s for rule in rules]
+    assert best_group_program([view], rules, 0.0).program.time_s == min(times)
+    lean = best_group_program([view], rules, 0.02).program
     assert lean.time_s <= 1.02 * min(times)
-    assert lean.peak_bytes <= best_rank_program(view, rules, 0.0).program.peak_bytes
+    assert lean.peak_bytes <= best_group_program([view], rules, 0.0).program.peak_bytes

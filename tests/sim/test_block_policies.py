@@ -1,6 +1,7 @@
 """Block policies: what they cache, what they waste, and what evictions cost."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.check_plan import check_plan
+from psrl.core.cost_model import MemoryModel
 from psrl.core.errors import ConfigError
 from psrl.core.packing import pack_rank
 from psrl.core.plan import Blocks, Plan
 from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.schedule import Op
 from psrl.sim import simulate
+from psrl.sim.block_effects import apply_block_policy
 from psrl.sim.block_policies import BlockPolicy
-from psrl.sim.block_replay import apply_block_policy
+from psrl.sim.block_replay import Replay, replay_blocks
 from tests.random_plans import random_batch, random_program
 from tests.sim.cases import PlainCostModel, make_plan
 
@@ -40,13 +44,49 @@ def valid_plan(seed: int, num_ranks: int, num_stages: int) -> tuple[Plan, Sample
     st.sampled_from(["adaptive", "fixed:1", "fixed:3", "fixed:16"]),
     st.sampled_from(["dynamic", "everything"]),
 )
-def test_a_plan_with_other_blocks_is_valid_and_takes_the_same_time(
+def test_a_plan_with_other_blocks_is_valid_and_its_bytes_are_those_of_its_tables(
     case: tuple[int, int, int], blocks: str, cache: str
 ) -> None:
     plan, batch = valid_plan(*case)
-    other, _ = apply_block_policy(plan, batch, BlockPolicy.parse(blocks, cache))
-    check_plan(other, batch, memory_fraction=None)
-    assert np.array_equal(simulate(other, batch).end_s, simulate(plan, batch).end_s)
+    other = apply_block_policy(plan, batch, BlockPolicy.parse(blocks, cache))
+    check_plan(other.plan, batch, memory_fraction=None)
+    tables = simulate(other.plan, batch)
+    assert np.array_equal(tables.end_s, simulate(plan, batch).end_s)
+    replayed = simulate(other.plan, batch, effects=other.effects)
+    assert np.array_equal(replayed.kv_bytes, tables.kv_bytes)
+    assert np.array_equal(replayed.activation_bytes, tables.activation_bytes)
+
+
+@few
+@given(
+    cases,
+    st.sampled_from(["adaptive", "fixed:1", "fixed:3"]),
+    st.sampled_from(["everything", "lru:7", "recompute:3", "offload:3"]),
+)
+def test_an_op_lasts_longer_by_exactly_what_its_blocks_cost(
+    case: tuple[int, int, int], blocks: str, cache: str
+) -> None:
+    plan, batch = valid_plan(*case)
+    policy = BlockPolicy.parse(blocks, cache)
+    other = apply_block_policy(plan, batch, policy, COSTS, pcie_bytes_per_s=1e3)
+    bare = simulate(plan, batch, COSTS)
+    dearer = simulate(other.plan, batch, COSTS, effects=other.effects)
+    per_token = MemoryModel(plan.model, plan.cluster, plan.parallel).kv_bytes_per_token
+    for index, program in enumerate(plan.programs):
+        effect = other.effects[index]
+        first = np.searchsorted(np.sort(program.schedule.rank), np.arange(plan.num_ranks + 1))
+        for phase, rank, stage in product(program.phases, range(case[1]), range(case[2])):
+            mask = (bare.phase == phase) & (bare.rank == rank) & (bare.stage == stage)
+            mask &= (bare.program == index) & (bare.micro_batch >= 0)
+            before, after = bare.where(mask), dearer.where(mask)
+            mine = stage, slice(first[rank], first[rank + 1])
+            added = (after.end_s - after.start_s) - (before.end_s - before.start_s)
+            np.testing.assert_allclose(added, effect.extra_s[mine], atol=1e-9)
+            assert (after.kv_bytes == effect.live_tokens[mine] * per_token).all()
+            more = after.activation_bytes - before.activation_bytes
+            # An update's activations hold the stage inputs already; one stage needs only ids.
+            may_keep = not program.is_update and case[2] > 1 and ":" in cache
+            assert (more >= 0).all() if may_keep else not more.any()
 
 
 def allocated_per_op(plan: Plan, batch: SampleBatch) -> np.ndarray:
@@ -59,8 +99,8 @@ def test_each_policy_holds_at_least_as_much_as_the_finer_one(case: tuple[int, in
     plan, batch = valid_plan(*case)
 
     def live(blocks: str, cache: str = "dynamic") -> np.ndarray:
-        other, _ = apply_block_policy(plan, batch, BlockPolicy.parse(blocks, cache))
-        return allocated_per_op(other, batch)
+        other = apply_block_policy(plan, batch, BlockPolicy.parse(blocks, cache))
+        return allocated_per_op(other.plan, batch)
 
     finest = live("fixed:1")
     assert (live("adaptive") == finest).all()
@@ -78,14 +118,17 @@ def test_a_capacity_trades_memory_for_misses(
     plan, batch = valid_plan(*case)
 
     def section(cache: str) -> dict[str, float]:
-        return apply_block_policy(plan, batch, BlockPolicy.parse("fixed:1", cache), COSTS)[1]
+        policy = BlockPolicy.parse("fixed:1", cache)
+        return apply_block_policy(plan, batch, policy, COSTS).metrics
 
     free, tight = section("dynamic"), section(f"{retention}:{capacity}")
     assert tight["peak_cached_bytes"] <= free["peak_cached_bytes"]
     assert free["cache_hit_rate"] == 1.0
-    assert free["extra_s"] == 0.0
+    assert free["recompute_s"] == free["transfer_s"] == 0.0
+    # Stages evict for themselves; the counts are those of the last one.
     missed = tight["recomputed_tokens"] + tight["fetched_tokens"]
-    assert (tight["cache_hit_rate"] < 1.0) == (missed > 0) == (tight["extra_s"] > 0.0)
+    assert (tight["cache_hit_rate"] < 1.0) == (missed > 0)
+    assert missed == 0 or tight["recompute_s"] + tight["transfer_s"] > 0.0
     roomy = section(f"{retention}:100000")
     assert {**roomy, "retention": "", "capacity_tokens": 0} == {
         **free,
@@ -135,7 +178,7 @@ def two_branches() -> tuple[Plan, SampleBatch]:
 def test_padding_metadata_and_lost_hits_by_hand() -> None:
     plan, batch = two_branches()
     found = {
-        blocks: apply_block_policy(plan, batch, BlockPolicy.parse(blocks, "dynamic"))[1]
+        blocks: apply_block_policy(plan, batch, BlockPolicy.parse(blocks, "dynamic")).metrics
         for blocks in ("adaptive", "fixed:1", "fixed:4")
     }
     adaptive, tokens, fours = found.values()
@@ -149,23 +192,158 @@ def test_padding_metadata_and_lost_hits_by_hand() -> None:
     # In whole blocks of 4 two samples match 4 tokens instead of 5, of 21.
     assert fours["hit_rate_lost"] == pytest.approx(2 / 21)
     assert adaptive["hit_rate_lost"] == 0.0
-    everything = apply_block_policy(plan, batch, BlockPolicy.parse("adaptive", "everything"))[1]
-    assert everything["unread_fraction"] == pytest.approx(1 - 5 / 11)
+    everything = apply_block_policy(plan, batch, BlockPolicy.parse("adaptive", "everything"))
+    assert everything.metrics["unread_fraction"] == pytest.approx(1 - 5 / 11)
 
 
-def test_evictions_by_hand() -> None:
+def test_look_ups_by_hand() -> None:
+    """2 heads in 4 layers; 0.8 of 100 GB/s; two readers of one query tile each, one phase."""
     plan, batch = two_branches()
+    found = {
+        blocks: apply_block_policy(plan, batch, BlockPolicy.parse(blocks, "dynamic")).metrics
+        for blocks in ("adaptive", "fixed:1", "fixed:4")
+    }
+    per_byte_s = 2 * 4 / (0.8 * 1e11)
+    expected = {"adaptive": 2 * 16, "fixed:1": 2 * 5 * 8, "fixed:4": 2 * 2 * 8}
+    for blocks, nbytes in expected.items():
+        assert found[blocks]["access_s"] == pytest.approx(nbytes * per_byte_s)
+        assert found[blocks]["metadata_bytes"] == nbytes / 2
 
-    def section(blocks: str, cache: str) -> dict[str, float]:
-        policy = BlockPolicy.parse(blocks, cache)
-        return apply_block_policy(plan, batch, policy, COSTS, pcie_bytes_per_s=1e3)[1]
 
-    # LRU caches all rows: 7, then 2 more exceed 8, and the two least recently used go: rows 5, 6.
-    lru = section("fixed:1", "lru:8")
-    assert (lru["cache_hit_rate"], lru["extra_s"]) == (1.0, 0.0)
-    # Two blocks of 4 stay in use for good; with one branch's rows on top nothing can be evicted.
-    assert section("fixed:4", "lru:1")["cache_hit_rate"] == 1.0
-    assert section("adaptive", "recompute:1")["recomputed_tokens"] == 0
+def test_a_backward_looks_up_twice() -> None:
+    plan, batch = valid_plan(3, 1, 1)
+    other = apply_block_policy(plan, batch, BlockPolicy.parse("fixed:2", "dynamic"))
+    update = plan.programs[1].schedule
+    access_s = other.effects[1].access_s[0]
+    of = {(o, m): s for o, m, s in zip(update.op, update.micro_batch, access_s, strict=True)}
+    forward_s = np.array([of["forward", m] for m in np.unique(update.micro_batch)])
+    backward_s = np.array([of["backward", m] for m in np.unique(update.micro_batch)])
+    assert forward_s.any()
+    np.testing.assert_allclose(backward_s, 2 * forward_s)
+
+
+def cache_of(sizes: list[int], readers: list[int], cache: str) -> Replay:
+    """Block k is written by forward k; then a forward per entry of `readers` reads that block."""
+    count = len(sizes)
+    table = Blocks(
+        rank=np.zeros(count, np.int64),
+        block=np.arange(count),
+        micro_batch=np.arange(count),
+        start_row=np.zeros(count, np.int64),
+        num_tokens=np.array(sizes),
+        allocated_tokens=np.array(sizes),
+        release_op=np.array(["end"] * count),
+        release_micro_batch=np.full(count, -1),
+    )
+    ops = [Op("forward", m) for m in range(count + len(readers))]
+    reading = {m: [readers[m - count]] if m >= count else [] for m in range(len(ops))}
+    return replay_blocks(ops, table, reading, BlockPolicy.parse("adaptive", cache))
+
+
+def test_lru_below_the_working_set_by_hand() -> None:
+    """Three blocks of a token, read in turn: with room for two, LRU always drops the next one."""
+    turns = [0, 1, 2]
+    lru = cache_of([1, 1, 1], turns, "lru:2")
+    assert lru.miss_tokens.tolist() == [0, 0, 0, 1, 1, 1]
+    assert lru.hit_tokens.tolist() == [0] * 6
+    assert lru.missing == ((), (), (), (0,), (1,), (2,))
+    assert lru.live_tokens.tolist() == [1, 2, 2, 2, 2, 2]
+    # Dropping what is needed last keeps 0 and 2; 1 comes back in place of 0, which is done.
+    best = cache_of([1, 1, 1], turns, "recompute:2")
+    assert best.miss_tokens.tolist() == [0, 0, 0, 0, 1, 0]
+    assert best.evicted_tokens.tolist() == [0, 0, 1, 1, 0, 0]
+    assert cache_of([1, 1, 1], turns, "lru:3").miss_tokens.sum() == 0
+
+
+def test_a_block_is_copied_to_the_host_once_by_hand() -> None:
+    offload = cache_of([2, 2], [0, 1, 0, 1], "offload:2")
+    assert offload.miss_tokens.tolist() == [0, 0, 2, 2, 2, 2]
+    assert offload.sent_tokens.tolist() == [0, 2, 2, 0, 0, 0]
+    assert offload.live_tokens.tolist() == [2] * 6
+
+
+def two_tasks(num_stages: int = 1) -> tuple[Plan, SampleBatch]:
+    """Two prefixes of 5 tokens with two samples of 2 more each, in turns, forward only."""
+    plan, _ = two_branches()
+    samples = [[*range(first, first + 5), end, end] for first in (1, 11) for end in (6, 7)]
+    batch = make_batch(samples, [[(5, 7)]] * 4)
+    rng = np.random.default_rng(0)
+    program = random_program(rng, batch, is_update=False, max_micro_batches=1).program
+    before = plan.programs[0]
+    ends = np.cumsum(program.segments.num_tokens)
+    # In tree order: the first prefix with its first sample, its second sample, the same again.
+    owner = np.array([0, 2, 1, 3])[np.searchsorted([7, 9, 16, 18], ends)]
+    by_owner = np.argsort(owner, kind="stable")
+    repeated = np.zeros(4, np.int64)
+    program = replace(
+        program,
+        phases=("reference",),
+        segments=replace(program.segments, micro_batch=owner).rows(by_owner),
+        micro_batches=type(before.micro_batches)(
+            rank=repeated,
+            micro_batch=np.arange(4),
+            activation=np.array(["keep"] * 4),
+            num_tokens=np.array([7, 7, 2, 2]),
+            pairs=np.array([28, 28, 13, 13]),
+            head_tokens=np.array([2, 2, 1, 1]),
+            forward_s=np.zeros(4),
+            backward_s=np.zeros(4),
+        ),
+        schedule=type(before.schedule)(
+            rank=repeated, op=np.array(["forward"] * 4), micro_batch=np.arange(4)
+        ),
+        blocks=Blocks(
+            rank=np.zeros(2, np.int64),
+            block=np.arange(2),
+            micro_batch=np.arange(2),
+            start_row=np.zeros(2, np.int64),
+            num_tokens=np.array([5, 5]),
+            allocated_tokens=np.array([5, 5]),
+            release_op=np.array(["forward"] * 2),
+            release_micro_batch=np.array([2, 3]),
+        ),
+    )
+    return make_plan([program], num_stages=num_stages), batch
+
+
+@pytest.mark.parametrize(
+    ("cache", "op_s", "cached_tokens"),
+    [
+        ("dynamic", [7, 7, 2, 2], [5, 10, 10, 5]),
+        # Each reader finds its prefix of 5 rows evicted by the other one's.
+        ("recompute:5", [7, 7, 2 + 5, 2 + 5], [5, 5, 5, 5]),
+        # LRU caches whole chains of 7, so 7 rows are missing; with its own rows an op needs 9.
+        ("lru:7", [7, 7, 2 + 7, 2 + 7], [7, 7, 9, 9]),
+        # 128 bytes per token at 1 kB/s: 0.64 s per prefix and direction; A out, A in and B out,
+        # B in.
+        ("offload:5", [7, 7 + 0.64, 2 + 1.28, 2 + 0.64], [5, 5, 5, 5]),
+    ],
+)
+def test_misses_and_copies_are_in_the_op_times_by_hand(
+    cache: str, op_s: list[float], cached_tokens: list[int]
+) -> None:
+    plan, batch = two_tasks()
+    check_plan(plan, batch, memory_fraction=None)
+    policy = BlockPolicy.parse("adaptive", cache)
+    other = apply_block_policy(plan, batch, policy, COSTS, pcie_bytes_per_s=1e3)
+    events = simulate(other.plan, batch, COSTS, effects=other.effects)
+    np.testing.assert_allclose(events.end_s - events.start_s, op_s, atol=1e-6)
+    assert (events.kv_bytes // 128).tolist() == cached_tokens
+    found = other.metrics
+    assert found["extra_s"] == pytest.approx(events.end_s.max() - 18, abs=1e-9)
+    assert found["peak_cached_bytes"] == events.kv_bytes.max()
+    assert found["cache_hit_rate"] == (1.0 if cache == "dynamic" else 0.0)
+
+
+def test_an_evicted_prefix_keeps_its_stage_input() -> None:
+    plan, batch = two_tasks(num_stages=2)
+    policy = BlockPolicy.parse("adaptive", "recompute:5")
+    other = apply_block_policy(plan, batch, policy, COSTS)
+    bare = simulate(plan, batch, COSTS)
+    events = simulate(other.plan, batch, COSTS, effects=other.effects)
+    extra = events.activation_bytes - bare.activation_bytes
+    # 8 values of 2 bytes per token: A while B is cached, then B until its own reader comes.
+    assert extra.tolist() == [0, 5 * 16, 5 * 16, 0] * 2
 
 
 @pytest.mark.parametrize(
@@ -188,8 +366,8 @@ def test_other_words_are_refused(blocks: str, cache: str) -> None:
 
 def test_the_plan_of_every_rank_keeps_its_reads() -> None:
     plan, batch = valid_plan(4, 2, 1)
-    other, _ = apply_block_policy(plan, batch, BlockPolicy.parse("fixed:2", "dynamic"))
-    for before, after in zip(plan.programs, other.programs, strict=True):
+    other = apply_block_policy(plan, batch, BlockPolicy.parse("fixed:2", "dynamic"))
+    for before, after in zip(plan.programs, other.plan.programs, strict=True):
         tree = before.tree(batch)
         for rank in range(2):
             packed = pack_rank(after.on_rank(rank), tree)

@@ -15,8 +15,8 @@ from psrl.core.metrics import PHASES, run_metrics
 from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch, make_batch
 from psrl.sim import OutOfMemory, SimOptions, sharing_bounds, simulate, speedup_factors
+from psrl.sim.block_effects import apply_block_policy
 from psrl.sim.block_policies import BlockPolicy
-from psrl.sim.block_replay import apply_block_policy
 from psrl.sim.iteration import iteration_metrics, modelled_rollout
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
@@ -155,7 +155,7 @@ def test_every_metric_is_documented() -> None:
     events = simulate(plan, batch)
     emitted = names(run_metrics(plan, batch, events))
     emitted |= names(speedup_factors(plan, events, plan, events, batch))
-    emitted |= names(apply_block_policy(plan, batch, BlockPolicy())[1])
+    emitted |= names(apply_block_policy(plan, batch, BlockPolicy()).metrics)
     rollout = modelled_rollout(batch, tokens_per_s=10.0)
     emitted |= names(iteration_metrics(rollout, run_metrics(plan, batch, events)))
     emitted |= {f.name for f in (*fields(OutOfMemory), *fields(SimOptions))}

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,36 @@ def test_options_are_in_force_and_in_the_result(
     assert other["blocks"]["block_tokens"] == 16
     assert other["blocks"]["hit_rate_lost"] > 0
     assert other["iteration"]["training_s"] == other["makespan_s"]
+
+
+def names(value: object) -> set[str]:
+    """Keys at any depth; those of `phases` and `slow_ranks` are values, not names."""
+    if isinstance(value, list):
+        return set().union(*map(names, value))
+    if not isinstance(value, dict):
+        return set()
+    found: set[str] = set()
+    for key, inner in value.items():
+        found.add(key)
+        if key == "phases":
+            found |= names(list(inner.values()))
+        elif key != "slow_ranks":
+            found |= names(inner)
+    return found
+
+
+def test_every_name_in_the_result_is_documented(
+    planned: tuple[str, ...], tmp_path: Path, capsys: Capture
+) -> None:
+    flags = ("--slow", "0=1.5", "--cache", "lru:2000", "--generation-tokens-per-s", "50")
+    found = names(simulated(capsys, planned, tmp_path / "run", *flags))
+    assert {"warnings", "extra_s", "one_step_off_s", "slow_ranks", "makespan_s"} <= found
+    text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    sections = {"warnings", "simulation", "blocks", "iteration", "out_of_memory"}
+    assert sections <= set(re.findall(r"`(\w+)`", text))
+    assert found - sections <= listed
 
 
 def test_the_text_says_engine_blocks_rollout_and_progress(

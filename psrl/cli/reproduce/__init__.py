@@ -1,0 +1,1 @@
+"""`psrl reproduce`: the published experiments as scenarios, and their numbers beside ours."""

@@ -1,0 +1,169 @@
+"""Ranks that share experts meet in every layer: they run one op pattern, step by step.
+
+A step lasts as long as its slowest member, so no group is faster than the work of its most loaded
+rank. Ranks that are cut into equally many micro-batches of equal cost reach that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from psrl.core.cost_model import CostModel
+from psrl.core.plan import MicroBatches, Program, Schedule
+from psrl.core.prefix_tree import PrefixTree
+from psrl.core.schedule import (
+    Op,
+    OpKind,
+    eager_backward_order,
+    fill_counts,
+    interleave,
+    pipeline_timing,
+    stage_ops,
+)
+
+from .assemble import RankProgram, message_durations, peak_held, stage_durations
+from .layout import Pieces, piece_tree
+from .problem import PlanningProblem
+
+
+@dataclass(frozen=True, eq=False)
+class GroupProgram:
+    """Programs of ranks that run in step; a rank that shares no experts is a group of its own."""
+
+    ranks: tuple[RankProgram, ...]
+
+    @property
+    def time_s(self) -> float:
+        """Predicted time of one phase: the same on all ranks."""
+        return max(r.time_s for r in self.ranks)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return max(r.peak_bytes for r in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return all(r.fits for r in self.ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return max(len(r.program.micro_batches) for r in self.ranks)
+
+
+def run_in_step(
+    programs: Sequence[RankProgram], first_rank: int, held_factor: float = 1.0
+) -> GroupProgram:
+    """Give neighbouring ranks one op pattern: the k-th op of each is on the same micro-batch.
+
+    Ranks with fewer micro-batches get empty ones at the end. The common backward order respects
+    the prefixes of all ranks.
+
+    Args:
+        programs: of the ranks `first_rank, first_rank + 1, ...`; what their micro-batches keep
+            for the backward must agree.
+        held_factor: see `rank_program`.
+    """
+    if len(programs) == 1:
+        return GroupProgram(tuple(programs))
+    layout = programs[0].layout
+    longest = max((p.program.micro_batches for p in programs), key=len)
+    tables = [
+        _padded(p.program.micro_batches, longest, first_rank + i) for i, p in enumerate(programs)
+    ]
+    is_update = layout.target.is_update
+    readers = _joint_readers([p.program for p in programs], layout.tree, len(longest))
+    ops = _joint_ops(tables, readers, held_factor) if is_update else _forwards(tables[0])
+    time_s = _time_in_step_s(layout.problem, tables, ops)
+    ranks = []
+    for rank, (made, table) in enumerate(zip(programs, tables, strict=True), first_rank):
+        schedule = Schedule(
+            np.full(len(ops), rank),
+            np.array([op.kind for op in ops], np.str_),
+            np.array([op.micro_batch for op in ops], np.int64),
+        )
+        program = replace(made.program, micro_batches=table, schedule=schedule)
+        ranks.append(replace(made, program=program, time_s=time_s))
+    return GroupProgram(tuple(ranks))
+
+
+def _padded(table: MicroBatches, longest: MicroBatches, rank: int) -> MicroBatches:
+    """A table with empty micro-batches behind its own."""
+    count, missing = len(longest), len(longest) - len(table)
+    columns = {
+        name: np.concatenate([getattr(table, name), np.zeros(missing, getattr(table, name).dtype)])
+        for name in ("num_tokens", "pairs", "head_tokens", "forward_s", "backward_s")
+    }
+    if not np.array_equal(table.activation, longest.activation[: len(table)]):
+        raise AssertionError("ranks in step must keep the same for their backwards")
+    return MicroBatches(
+        rank=np.full(count, rank),
+        micro_batch=np.arange(count),
+        activation=longest.activation,
+        **columns,
+    )
+
+
+def _joint_readers(programs: Sequence[Program], tree: PrefixTree, count: int) -> list[set[int]]:
+    """For each micro-batch those that read what it caches, on any of the ranks."""
+    readers: list[set[int]] = [set() for _ in range(count)]
+    for program in programs:
+        s = program.segments
+        pieces = Pieces(s.micro_batch, s.node, s.start_depth, s.num_tokens)
+        order, parent = piece_tree(tree, pieces)
+        owner, child = pieces.micro_batch[order], np.flatnonzero(parent >= 0)
+        edges = np.unique(np.stack([owner[parent[child]], owner[child]]), axis=1)
+        for read, reader in edges.T.tolist():
+            if read != reader:
+                readers[read].add(reader)
+    return readers
+
+
+def _forwards(table: MicroBatches) -> list[Op]:
+    return [Op("forward", m) for m in table.micro_batch.tolist()]
+
+
+def _joint_ops(tables: list[MicroBatches], readers: list[set[int]], held_factor: float) -> list[Op]:
+    forward_order = list(range(len(readers)))
+    backward_order = eager_backward_order(forward_order, readers)
+    sizes = np.max([t.num_tokens for t in tables], axis=0).tolist()
+    counts = fill_counts(forward_order, backward_order, sizes.__getitem__)
+    if held_factor > 1.0:
+        budget = held_factor * peak_held(backward_order, counts, sizes)
+        counts = fill_counts(forward_order, backward_order, sizes.__getitem__, budget)
+    dropped = frozenset(np.flatnonzero(tables[0].activation == "drop").tolist())
+    return interleave(forward_order, backward_order, counts, dropped)
+
+
+def slowest_durations(
+    cost: CostModel, num_stages: int, tables: Sequence[MicroBatches]
+) -> list[dict[OpKind, list[float]]]:
+    """Seconds of each step, by stage and kind of op: those of its slowest member."""
+    each = [stage_durations(cost, table, num_stages) for table in tables]
+    return [
+        {kind: np.max([d[stage][kind] for d in each], axis=0).tolist() for kind in each[0][stage]}
+        for stage in range(num_stages)
+    ]
+
+
+def slowest_messages(cost: CostModel, tables: Sequence[MicroBatches]) -> list[float]:
+    """Seconds of each step's message between neighbouring stages."""
+    seconds: list[float] = np.max([message_durations(cost, t) for t in tables], axis=0).tolist()
+    return seconds
+
+
+def _time_in_step_s(problem: PlanningProblem, tables: list[MicroBatches], ops: list[Op]) -> float:
+    if not ops:
+        return 0.0
+    cost, num_stages = problem.cost_model, problem.num_stages
+    durations = slowest_durations(cost, num_stages, tables)
+    timing = pipeline_timing(
+        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
+        lambda stage, op: durations[stage][op.kind][op.micro_batch],
+        slowest_messages(cost, tables).__getitem__,
+        send_window=1,
+    )
+    if timing is None:
+        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
+    return timing.makespan_s
