@@ -8,7 +8,6 @@ every token's path predecessor is the token before it.
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 

@@ -6,7 +6,7 @@ is the special case without cached prefixes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OpKind = Literal["forward", "backward", "recompute"]
@@ -145,63 +145,104 @@ def pipeline_timing(
         send_window: a send waits until the message `send_window` sends earlier in the same
             direction has met its receive; 0 is a blocking rendezvous, None never waits.
     """
-    num_stages = len(ops_by_stage)
-    steps = [_stage_steps(ops, s, num_stages) for s, ops in enumerate(ops_by_stage)]
-    cursor = [0] * num_stages
-    now = [0.0] * num_stages
-    sent: dict[tuple[str, int, int], float] = {}
-    posted: dict[tuple[str, int, int], float] = {}
-    sends: dict[tuple[str, int], list[int]] = {}
-    starts: list[list[float]] = [[] for _ in steps]
-    ends: list[list[float]] = [[] for _ in steps]
+    stages = [
+        _StageClock.of(ops, stage, len(ops_by_stage), duration_s)
+        for stage, ops in enumerate(ops_by_stage)
+    ]
+    window = len(max(ops_by_stage, key=len, default=())) if send_window is None else send_window
     progress = True
     while progress:
         progress = False
-        for s, todo in enumerate(steps):
-            while cursor[s] < len(todo):
-                action, op, peer = todo[cursor[s]]
-                direction = "backward" if op.kind == "backward" else "forward"
-                mine, theirs = (direction, s, op.micro_batch), (direction, peer, op.micro_batch)
-                if action == "run":
-                    starts[s].append(now[s])
-                    now[s] += duration_s(s, op)
-                    ends[s].append(now[s])
-                elif action == "send":
-                    queue = sends.setdefault((direction, s), [])
-                    if mine not in sent:
-                        queue.append(op.micro_batch)
-                        sent[mine] = now[s] + message_s(op.micro_batch)
-                        progress = True
-                    if send_window is not None and len(queue) > send_window:
-                        oldest = (direction, peer, queue[len(queue) - 1 - send_window])
-                        if oldest not in posted:
-                            break
-                        now[s] = max(now[s], posted[oldest])
-                else:
-                    if mine not in posted:
-                        posted[mine] = now[s]
-                        progress = True
-                    if theirs not in sent:
-                        break
-                    now[s] = max(now[s], sent[theirs])
-                cursor[s] += 1
+        for stage in stages:
+            while stage.at < len(stage.steps) and stage.advance(stages, message_s, window):
                 progress = True
-    if any(at < len(todo) for at, todo in zip(cursor, steps, strict=True)):
+            progress |= stage.told
+            stage.told = False
+    if any(stage.at < len(stage.steps) for stage in stages):
         return None
-    return PipelineTiming(starts, ends)
+    return PipelineTiming([s.start_s for s in stages], [s.end_s for s in stages])
 
 
-def _stage_steps(ops: Sequence[Op], stage: int, num_stages: int) -> list[tuple[str, Op, int]]:
-    """Receives, runs and sends of a stage in program order, each with its peer stage."""
-    steps: list[tuple[str, Op, int]] = []
-    for op in ops:
-        source, target = stage - 1, stage + 1
-        if op.kind == "backward":
-            source, target = target, source
-        exchanges = op.kind != "recompute"
-        if exchanges and 0 <= source < num_stages:
-            steps.append(("receive", op, source))
-        steps.append(("run", op, stage))
-        if exchanges and 0 <= target < num_stages:
-            steps.append(("send", op, target))
-    return steps
+class _Step(NamedTuple):
+    """An op with the stages that it hears from and tells; None if it does neither."""
+
+    direction: int
+    micro_batch: int
+    duration_s: float
+    source: int | None
+    target: int | None
+
+
+@dataclass
+class _StageClock:
+    """A stage on its way through its ops.
+
+    Attributes:
+        at, has_run: the op that is under way, and whether it only waits for its send.
+        now_s: time of the stage.
+        told: other stages may go on, since a message or a receive is new.
+        sent, posted, sends: per direction, when a micro-batch's message arrives, when its receive
+            was posted, and the micro-batches in the order of their sends.
+    """
+
+    steps: list[_Step]
+    at: int = 0
+    has_run: bool = False
+    now_s: float = 0.0
+    told: bool = False
+    start_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    sent: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
+    posted: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
+    sends: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+
+    @classmethod
+    def of(
+        cls,
+        ops: Sequence[Op],
+        stage: int,
+        num_stages: int,
+        duration_s: Callable[[int, Op], float],
+    ) -> "_StageClock":
+        before = stage - 1 if stage > 0 else None
+        after = stage + 1 if stage + 1 < num_stages else None
+        steps = []
+        for op in ops:
+            source, target = (after, before) if op.kind == "backward" else (before, after)
+            if op.kind == "recompute":
+                source = target = None
+            direction = int(op.kind == "backward")
+            steps.append(_Step(direction, op.micro_batch, duration_s(stage, op), source, target))
+        return cls(steps)
+
+    def advance(
+        self, stages: "list[_StageClock]", message_s: Callable[[int], float], window: int
+    ) -> bool:
+        """Finish the op under way; False if it must wait for another stage."""
+        direction, micro_batch, duration_s, source, target = self.steps[self.at]
+        if not self.has_run:
+            if source is not None:
+                if micro_batch not in self.posted[direction]:
+                    self.posted[direction][micro_batch] = self.now_s
+                    self.told = True
+                arrival_s = stages[source].sent[direction].get(micro_batch)
+                if arrival_s is None:
+                    return False
+                self.now_s = max(self.now_s, arrival_s)
+            self.start_s.append(self.now_s)
+            self.now_s += duration_s
+            self.end_s.append(self.now_s)
+            if target is not None:
+                self.sends[direction].append(micro_batch)
+                self.sent[direction][micro_batch] = self.now_s + message_s(micro_batch)
+                self.told = True
+            self.has_run = True
+        if target is not None and len(self.sends[direction]) > window:
+            oldest = self.sends[direction][-1 - window]
+            posted_s = stages[target].posted[direction].get(oldest)
+            if posted_s is None:
+                return False
+            self.now_s = max(self.now_s, posted_s)
+        self.has_run = False
+        self.at += 1
+        return True

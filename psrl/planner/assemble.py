@@ -200,6 +200,9 @@ def stage_durations(
     again = table.backward_s - cost.backward_s(*sizes)
     durations: list[dict[OpKind, list[float]]] = []
     for stage in range(num_stages):
+        if 1 < stage < num_stages - 1:
+            durations.append(durations[1])  # only the first and the last stage differ
+            continue
         forward: FloatArray = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64)
         # A dropped micro-batch needs its head only when it runs again.
         first = np.where(
