@@ -61,6 +61,8 @@ CPU_CORE = DeviceSpec(
     host_layer_s=1e-3,
     dtype_bytes=4,
 )
+CPU = torch.device("cpu")
+SFT = LossOptions(kind="sft")
 Recompute = Literal["off", "full", "ancestors", "ancestors dropped"]
 
 
@@ -171,9 +173,9 @@ class Bench:
     batch: SampleBatch
     model: ModelSpec
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     implementation: Implementation = "parts"
-    loss: LossOptions = LossOptions(kind="sft")
+    loss: LossOptions = SFT
 
     def __post_init__(self) -> None:
         weights = build_model(

@@ -1,14 +1,9 @@
-"""Print the held-out errors of the calibrated cost model on public measurements.
+"""Held-out errors of the calibrated cost model on public measurements.
 
-    python benchmarks/cost_model.py [--measured RUN ...]
-
-Every prediction comes from a fit that had not seen the measurement. Results of the public data go
-to benchmarks/results/cost_model.json; `--measured` also prints those of executed psRL runs.
+Every prediction comes from a fit that had not seen the measurement. `psrl calibrate --measured`
+prints the errors on executed runs of psRL.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +12,8 @@ from psrl.analysis.calibration.errors import (
     cross_validate,
     error_row,
     folds_of,
-    format_errors,
     group_folds,
 )
-from psrl.analysis.calibration.executed_fit import calibrate_executed
 from psrl.analysis.calibration.h200_tables import calibrate_h200
 from psrl.analysis.calibration.megatron_iterations import (
     Iterations,
@@ -36,9 +29,11 @@ from psrl.analysis.calibration.vtrain import (
 from psrl.core.calibration import ErrorRow
 from psrl.core.sample import FloatArray, IntArray
 
+from .measurement import Measurement
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "examples" / "calibration"
-RESULTS = ROOT / "benchmarks" / "results" / "cost_model.json"
+MEAN_PERCENT_BARS = {"one host": 6.0, "several hosts": 8.0}
 NUM_REPEATS = 5
 
 
@@ -81,28 +76,18 @@ def repeated_rows(data: Iterations) -> list[ErrorRow]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--measured", type=Path, nargs="*", default=[])
-    measured: Sequence[Path] = parser.parse_args().measured
+def measure() -> list[Measurement]:
     data = read_iterations(DATA / "vtrain_a100", DATA / "nccl_a100")
     tables = {
-        "A100 iterations, five folds": iteration_errors(
-            data, held_out_s(data, folds_of(len(data), 5))
-        ),
-        "A100 iterations, other hold-outs": repeated_rows(data),
-        "A100 iterations, uncalibrated transfer": [transfer_row(data)],
-        "H200 kernels, five folds": calibrate_h200(DATA / "h200").errors,
+        "A100 iterations": iteration_errors(data, held_out_s(data, folds_of(len(data), 5))),
+        "A100, other hold-outs": repeated_rows(data),
+        "A100, uncalibrated transfer": [transfer_row(data)],
+        "H200 kernels": calibrate_h200(DATA / "h200").errors,
     }
+    measurements = []
     for title, rows in tables.items():
-        print(f"{title}\n{format_errors(rows)}\n")
-    document = {title: [row.model_dump() for row in rows] for title, rows in tables.items()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if measured:
-        errors = calibrate_executed(measured).errors
-        print(f"executed psRL runs, five folds\n{format_errors(errors)}")
-
-
-if __name__ == "__main__":
-    main()
+        for row in rows:
+            bar = MEAN_PERCENT_BARS.get(row.group) if title == "A100 iterations" else None
+            what = f"{title}: {row.group} ({row.num_rows} rows)"
+            measurements.append(Measurement(what, row.mean_percent, "mean |%|", bar, False))
+    return measurements

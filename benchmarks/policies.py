@@ -20,7 +20,8 @@ from psrl.planner.assemble import BuiltProgram, join_ranks
 from psrl.planner.layout import Layout
 from psrl.planner.micro_batching import CutRule, cut_group
 from psrl.planner.rank_micro_batches import token_cuts
-from psrl.planner.token_cuts import SNAP, rank_view
+from psrl.planner.rank_view import rank_view
+from psrl.planner.token_cuts import SNAP
 from psrl.sim import simulate
 from psrl.traces.synth import load_spec, synthesise
 
