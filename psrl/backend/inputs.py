@@ -88,7 +88,7 @@ class MicroBatchInputs:
     Attributes:
         token_ids, position_ids: [T] in packed order.
         multiplicity: [T] samples of the rank through each token, in float64.
-        num_rows: rows to fill up to, at least T.
+        num_rows: rows to fill up to, at least T and 1.
         edges: None if the micro-batch has no loss edge.
     """
 

@@ -13,7 +13,6 @@ A choice of experts is discrete: sharing is exact up to rounding as long as no t
 close that rounding decides.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from psrl.core.cluster import ParallelConfig
 from psrl.core.errors import BackendError
 from psrl.core.packing import PackedMicroBatch
 from psrl.core.plan import Program
@@ -228,22 +226,11 @@ def forward_order(mine: Program) -> list[int]:
     return [op.micro_batch for op in mine.ops() if op.kind == "forward"]
 
 
-def op_pattern(mine: Program) -> list[tuple[str, str, int]]:
-    """(op, activation, position among the forwards) of every op of one rank.
-
-    This decides which exchanges an op takes part in: a backward must meet the backwards of the
-    micro-batches that its own forward met.
-    """
-    table = mine.micro_batches
-    activation = dict(zip(table.micro_batch.tolist(), table.activation.tolist(), strict=True))
-    position = {micro_batch: i for i, micro_batch in enumerate(forward_order(mine))}
-    return [(op.kind, activation[op.micro_batch], position[op.micro_batch]) for op in mine.ops()]
-
-
 def rows_to_exchange(program: Program, rank: int, coupled_ranks: int) -> dict[int, int]:
     """Rows of each of a rank's micro-batches such that ranks which share experts have equally many.
 
-    The all-gather dispatcher needs it; the all-to-all one does not (`coupled_ranks` 1).
+    The all-gather dispatcher needs it; the all-to-all one does not (`coupled_ranks` 1). A step
+    without tokens has one row all the same: Megatron's attention cannot run without.
 
     Args:
         program: the program of all ranks, of one op pattern.
@@ -254,32 +241,5 @@ def rows_to_exchange(program: Program, rank: int, coupled_ranks: int) -> dict[in
         table = program.on_rank(member).micro_batches
         size = dict(zip(table.micro_batch.tolist(), table.num_tokens.tolist(), strict=True))
         sizes.append([size[m] for m in forward_order(program.on_rank(member))])
-    most = [max(at) for at in zip(*sizes, strict=True)]
+    most = [max(1, *at) for at in zip(*sizes, strict=True)]
     return dict(zip(forward_order(program.on_rank(rank)), most, strict=True))
-
-
-def check_op_patterns(programs: Sequence[Program], parallel: ParallelConfig) -> None:
-    """Check that ranks which share experts run the same ops, so that their all-to-alls meet.
-
-    Raises:
-        BackendError: naming program, ranks, and the first op that differs.
-    """
-    size = parallel.coupled_ranks
-    if size == 1:
-        return
-    for index, program in enumerate(programs):
-        patterns = [op_pattern(program.on_rank(r)) for r in range(parallel.data_parallel_size)]
-        for rank, pattern in enumerate(patterns):
-            leader = rank - rank % size
-            if pattern == patterns[leader]:
-                continue
-            pairs = zip(patterns[leader], pattern, strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-            where = "their lengths differ" if same is None else f"op {same} differs"
-            raise BackendError(
-                f"program {index}: data-parallel ranks {leader} and {rank} share experts but run "
-                f"{len(patterns[leader])} and {len(pattern)} ops ({where})",
-                "with expert parallelism these ranks must run one op pattern: plan with "
-                "expert_model_parallel_size up to the tensor parallel size, or equalise the "
-                "micro-batches",
-            )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from psrl.core.check_ops import check_op_patterns
 from psrl.core.cluster import check_layout
 from psrl.core.errors import BackendError, PlanError
 from psrl.core.metrics import PHASES
@@ -12,7 +13,7 @@ from psrl.core.trace import Trace
 from psrl.kernels.tree_attention import Implementation
 
 from .loss import LossOptions, check_loss
-from .moe import RouterOptions, check_op_patterns
+from .moe import RouterOptions
 from .optimizer import OptimizerOptions, check_optimizer
 from .option_range import require
 
@@ -68,7 +69,8 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
     """Check what can be checked before any process starts.
 
     Raises:
-        PlanError: if the plan belongs to another trace.
+        PlanError: if the plan belongs to another trace, or ranks that share experts run different
+            ops, so that they would wait for each other forever.
         BackendError: if a feature is refused, or the loss needs a phase that the plan lacks.
         ConfigError: if the model cannot be divided.
     """
@@ -79,7 +81,8 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
             "execute the plan with its own trace, or plan again",
         )
     check_layout(plan.model, plan.cluster, plan.parallel)
-    check_op_patterns(plan.programs, plan.parallel)
+    for index, program in enumerate(plan.programs):
+        check_op_patterns(index, program, plan.parallel)
     phases = {phase for program in plan.programs for phase in program.phases}
     unknown = sorted(phases - set(PHASES))
     if unknown:

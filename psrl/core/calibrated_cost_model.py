@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from .calibration import Calibration, Coefficients, load_calibration
-from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
+from .cluster import (
+    ClusterSpec,
+    ModelSpec,
+    ParallelConfig,
+    pipeline_link,
+    reduction_crosses_hosts,
+)
 from .cost_model import Amount, CostModel, RooflineCostModel
 from .expert_parallel import (
     expert_data_parallel_size,
@@ -275,20 +281,22 @@ def gradient_reduction_s(
     coefficients: Coefficients,
     cluster: ClusterSpec,
     rank_parameters: Amount,
-    tensor_parallel_size: Amount,
-    data_parallel_size: Amount,
+    stride: Amount,
+    size: Amount,
 ) -> Amount:
-    """Reduce-scatter and all-gather rings over the data-parallel ranks.
+    """Reduce-scatter and all-gather rings over the ranks of equal weights.
 
     Across hosts, the ranks of one ring that share a host use all of their network ports.
+
+    Args:
+        stride, size: see `reduction_crosses_hosts`.
     """
-    size, tensor = np.asarray(data_parallel_size), np.asarray(tensor_parallel_size)
-    per_host = np.minimum(size, np.maximum(1, cluster.devices_per_host // tensor))
-    across = (cluster.num_hosts > 1) & (size * tensor > cluster.devices_per_host)
+    per_host = np.minimum(size, np.maximum(1, cluster.devices_per_host // np.asarray(stride)))
+    across = reduction_crosses_hosts(cluster, stride, size)
     rate = np.where(
         across, cluster.inter_host_bytes_per_s * per_host, cluster.intra_host_bytes_per_s
     )
     latency = np.where(across, cluster.inter_host_latency_s, cluster.intra_host_latency_s)
     nbytes = coefficients.gradient_bytes_per_parameter * rank_parameters
-    time: Amount = ((size - 1) / size * nbytes / rate + 2.0 * latency) * (size > 1)
+    time: Amount = ((size - 1) / size * nbytes / rate + 2.0 * latency) * np.greater(size, 1)
     return time

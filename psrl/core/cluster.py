@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from .errors import ConfigError
@@ -169,6 +171,25 @@ def pipeline_link(cluster: ClusterSpec, parallel: ParallelConfig) -> LinkSpec:
     if parallel.world_size > cluster.devices_per_host:
         return LinkSpec(cluster.inter_host_bytes_per_s, cluster.inter_host_latency_s)
     return LinkSpec(cluster.intra_host_bytes_per_s, cluster.intra_host_latency_s)
+
+
+def reduction_crosses_hosts(
+    cluster: ClusterSpec, stride: npt.ArrayLike, size: npt.ArrayLike
+) -> npt.NDArray[np.bool_]:
+    """Whether devices of different hosts reduce gradients together.
+
+    In the order of `first_device` a stage is `stride * size` neighbours, and each group every
+    `stride`-th of them. Hosts of whole stages divide no group. Otherwise, in a layout that fills
+    the cluster, the first host ends inside a stage; wherever a stage is cut, one of its groups
+    has its first member before the cut and its last behind it.
+
+    Args:
+        stride: tensor-parallel size for the groups that reduce dense weights (data-parallel),
+            expert-parallel size for those that reduce experts (expert-data-parallel).
+        size: devices of a group.
+    """
+    is_divided = np.mod(cluster.devices_per_host, np.multiply(stride, size)) != 0
+    return np.asarray((cluster.num_hosts > 1) & np.greater(size, 1) & is_divided)
 
 
 def check_layout(model: ModelSpec, cluster: ClusterSpec, parallel: ParallelConfig) -> None:

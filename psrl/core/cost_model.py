@@ -13,7 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
+from .cluster import (
+    ClusterSpec,
+    ModelSpec,
+    ParallelConfig,
+    pipeline_link,
+    reduction_crosses_hosts,
+)
 from .expert_parallel import (
     expert_data_parallel_size,
     expert_exchange_s,
@@ -187,16 +193,20 @@ class RooflineCostModel:
         Experts are reduced over the ranks that hold the same ones, after the rest.
         """
         dense, expert = rank_parameters(self.model, self.parallel)
-        reduction_s = self._ring_s(dense, self.parallel.data_parallel_size)
+        parallel = self.parallel
+        tensor, data = parallel.tensor_model_parallel_size, parallel.data_parallel_size
+        reduction_s = self._ring_s(dense, tensor, data)
         if expert:
-            reduction_s += self._ring_s(expert, expert_data_parallel_size(self.parallel))
+            stride, size = parallel.expert_model_parallel_size, expert_data_parallel_size(parallel)
+            reduction_s += self._ring_s(expert, stride, size)
         return reduction_s
 
-    def _ring_s(self, parameters: float, size: int) -> float:
+    def _ring_s(self, parameters: float, stride: int, size: int) -> float:
+        """Of every `stride`-th device of a stage, `size` of them."""
         if size == 1:
             return 0.0
         cluster = self.cluster
-        across = cluster.num_hosts > 1
+        across = bool(reduction_crosses_hosts(cluster, stride, size))
         rate = cluster.inter_host_bytes_per_s if across else cluster.intra_host_bytes_per_s
         latency = cluster.inter_host_latency_s if across else cluster.intra_host_latency_s
         per_parameter = _GRADIENT_BYTES_PER_PARAMETER + cluster.device.dtype_bytes

@@ -73,6 +73,16 @@ class RankRows:
         shift = rank * self.num_tokens
         return self.union.count(start + shift, end + shift)
 
+    def of(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Disjoint ascending intervals `[start, end)` of a rank's rows, in tree coordinates."""
+        first, last = rank * self.num_tokens, (rank + 1) * self.num_tokens
+        mine = slice(
+            np.searchsorted(self.union.end, first, side="right"),
+            np.searchsorted(self.union.start, last),
+        )
+        start, end = self.union.start[mine], self.union.end[mine]
+        return np.maximum(start, first) - first, np.minimum(end, last) - first
+
 
 def union_of(start: IntArray, end: IntArray) -> RowUnion:
     """The union of intervals `[start, end)` in any order."""

@@ -19,8 +19,8 @@ import torch
 
 from psrl.backend.inputs import LossTokens
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.moe import check_op_patterns
 from psrl.backend.stage import PhaseInputs
+from psrl.core.check_ops import check_op_patterns
 from psrl.core.cluster import ParallelConfig
 from psrl.core.plan import Program
 from tests.backend.cases import (
@@ -89,7 +89,7 @@ def make_case(parallel: ParallelConfig, recompute: str, cut: str, seed: int) -> 
             break
     program = with_recompute(planned.program, recompute, has_experts)
     program = one_pattern(program, num_ranks) if has_experts else with_drop_ops(program)
-    check_op_patterns([program], parallel)
+    check_op_patterns(0, program, parallel)
     known = len(LossTokens(batch))
     inputs = PhaseInputs(rng.uniform(-5, -3, known), rng.uniform(-5, -3, known))
     spec = MOE if has_experts else VARIANTS[seed % 2].model_copy(update={"num_layers": 4})
@@ -300,6 +300,17 @@ whose two phases have different cuts, float32; the bar is 1e-6. Logprobs here li
 neighbouring float32 numbers are 4.8e-7 apart.
 
 {ratios}
+
+## On a GPU
+
+One script, which starts nothing after 7 minutes, repeats the rows of one process in bfloat16 (bar
+2.5e-2) and float32 beside the noise floor (dense beside dense in another cut), and times dense and
+shared execution of a 1.5B model; `benchmarks/gpu_check.py` checks and times the
+[kernels](kernels.md) alone:
+
+    python -m benchmarks.gpu_backend --output benchmarks/results/gpu_backend.json
+
+No figure of a GPU is claimed until its result is committed there.
 """
 
 

@@ -17,7 +17,7 @@ from psrl.backend.optimizer import MainGradients, OptimizerOptions
 from psrl.backend.options import ExecuteOptions, check_executable
 from psrl.backend.parameters import ParallelGroups, gather_full, stage_parameters
 from psrl.core.cluster import ModelSpec, ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, PlanError
 from psrl.core.plan import Plan, Program
 from psrl.core.sample import SampleBatch
 from psrl.core.trace import Trace
@@ -175,7 +175,7 @@ def test_ranks_that_share_experts_are_checked_before_the_start(trace: Trace) -> 
         micro_batches=replace(program.micro_batches, activation=keep),
     )
     broken = replace(plan, programs=(plan.programs[0], other, plan.programs[2]))
-    with pytest.raises(BackendError, match="program 1: data-parallel ranks 0 and 1 share experts"):
+    with pytest.raises(PlanError, match="program 1: data-parallel ranks 0 and 1 share experts"):
         check_executable(broken, trace, OPTIONS)
 
 

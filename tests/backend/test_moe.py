@@ -15,7 +15,6 @@ from psrl.backend.model import transformer_config
 from psrl.backend.moe import (
     RouterOptions,
     RouterRun,
-    check_op_patterns,
     router_loss,
     rows_to_exchange,
     token_multiplicity,
@@ -287,56 +286,6 @@ def test_balance_needs_the_whole_mini_batch() -> None:
     run = RouterRun(1, 4, 3, RouterOptions(balance_coefficient=1.0))
     with pytest.raises(BackendError, match="fractions of the whole mini-batch"):
         router_loss(run, 0, torch.zeros(3, 4), torch.ones(3))
-
-
-def coupled_program(kinds: Sequence[str], order: Sequence[int], activation: str) -> Program:
-    """Two ranks of two micro-batches; rank 1 runs the given ops."""
-    case = moe_case(1, num_ranks=2)
-    program = case.planned.program
-    tables = program.micro_batches
-    rows = np.flatnonzero(tables.micro_batch < 2)
-    tables = replace(tables.rows(rows), activation=np.array(["keep", "keep", "keep", activation]))
-    first = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
-    ops = first + list(zip(kinds, order, strict=True))
-    schedule = Schedule(
-        rank=np.array([0] * 4 + [1] * len(kinds)),
-        op=np.array([kind for kind, _ in ops]),
-        micro_batch=np.array([m for _, m in ops]),
-    )
-    return replace(program, micro_batches=tables, schedule=schedule)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "order", "activation", "message"),
-    [
-        ("ffbb", [0, 1, 1, 0], "keep", None),
-        ("ffbb", [1, 0, 0, 1], "keep", None),
-        (
-            "ffbb",
-            [0, 1, 0, 1],
-            "keep",
-            r"0 and 1 share experts .*op 2 differs",
-        ),
-        ("fbfb", [0, 0, 1, 1], "keep", "op 1 differs"),
-        ("ffbb", [0, 1, 1, 0], "recompute", "op 1 differs"),
-        ("fb", [0, 0], "keep", "run 4 and 2 ops"),
-    ],
-)
-def test_ranks_that_share_experts_run_one_pattern(
-    kinds: str, order: list[int], activation: str, message: str | None
-) -> None:
-    names = [{"f": "forward", "b": "backward"}[k] for k in kinds]
-    program = coupled_program(names, order, activation)
-    check_op_patterns([program], ParallelConfig(data_parallel_size=2))
-    sliced = ParallelConfig(
-        tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2
-    )
-    check_op_patterns([program], sliced)
-    if message is None:
-        check_op_patterns([program], EP2)
-        return
-    with pytest.raises(BackendError, match=message):
-        check_op_patterns([program], EP2)
 
 
 def test_gathered_micro_batches_have_equal_rows() -> None:

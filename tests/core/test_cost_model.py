@@ -159,8 +159,11 @@ def test_gradient_reduction_and_optimizer() -> None:
     parameters = MODEL.num_parameters - MODEL.hidden_size
     inside = 3 / 4 * parameters * (4 + 2) / 450e9 + 2 * 5e-6
     assert costs(dp=4).gradient_reduction_s() == pytest.approx(inside)
-    across = 3 / 4 * parameters * (4 + 2) / 50e9 + 2 * 15e-6
-    assert costs(dp=4, num_hosts=2).gradient_reduction_s() == pytest.approx(across)
+    across = 15 / 16 * parameters * (4 + 2) / 50e9 + 2 * 15e-6
+    assert costs(dp=16, num_hosts=2).gradient_reduction_s() == pytest.approx(across)
+    whole_stages = costs(dp=4, pp=4, num_hosts=2)
+    inside = 3 / 4 * whole_stages.rank_parameters * (4 + 2) / 450e9 + 2 * 5e-6
+    assert whole_stages.gradient_reduction_s() == pytest.approx(inside)
     step = 2 * 12 * parameters / 4 / (3.35e12 * 0.8) + DEVICES["h100-80"].host_layer_s
     assert costs(dp=4).optimizer_step_s() == pytest.approx(step)
 
