@@ -9,6 +9,7 @@ integer program, which also proves how little work any choice must repeat.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -54,6 +55,11 @@ class ActivationBytes:
         mode = np.where(is_drop, self.drop, np.where(is_recompute, self.recompute, self.keep))
         total: FloatArray = self.fixed + mode.sum(axis=1)
         return total
+
+    @cached_property
+    def lowest_conceivable_bytes(self) -> float:
+        """No choice has a smaller peak: each op with the leanest choice for it alone."""
+        return float((self.fixed + np.minimum(self.recompute, self.drop).sum(axis=1)).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,31 +197,42 @@ def lowest_peak(sizes: ActivationBytes) -> StrArray:
     dropped and recompute those whose own backward exceeds it, until none does: what is recomputed
     then has to be. The smallest limit that works is found by bisection.
     """
-    count = sizes.keep.shape[1]
-    best = np.full(count, "drop", "<U9")
-    low = float((sizes.fixed + np.minimum(sizes.recompute, sizes.drop).sum(axis=1)).max())
-    high = float(sizes.usage(best).max())
+    search = _LimitSearch(sizes)
+    best = np.full(sizes.keep.shape[1], "drop", "<U9")
+    low, high = sizes.lowest_conceivable_bytes, float(search.all_dropped.max())
     for _ in range(_NUM_BISECTIONS):
         if high <= low * (1.0 + _TOLERANCE / 10):
             break
         middle = (low + high) / 2
-        found = _below(sizes, middle)
+        found = search.below(middle)
         if found is None:
             low = middle
         else:
-            best, high = found, float(sizes.usage(found).max())
+            best, high = found
     return best
 
 
-def _below(sizes: ActivationBytes, limit_bytes: float) -> StrArray | None:
-    """As many dropped micro-batches as the limit allows, or None."""
-    activation = np.full(sizes.keep.shape[1], "drop", "<U9")
-    while True:
-        usage = sizes.usage(activation)
-        over = usage > limit_bytes
-        if not over.any():
-            return activation
-        must_change = over[sizes.backward_row].any(axis=0) & (activation == "drop")
-        if not must_change.any():
-            return None
-        activation[must_change] = "recompute"
+class _LimitSearch:
+    """As many dropped micro-batches as a limit allows.
+
+    Attributes:
+        all_dropped: [T] bytes if every micro-batch is dropped.
+    """
+
+    def __init__(self, sizes: ActivationBytes) -> None:
+        self.all_dropped: FloatArray = sizes.fixed + sizes.drop.sum(axis=1)
+        # [M, T]: only the micro-batches that change are added up.
+        self._change = np.ascontiguousarray((sizes.recompute - sizes.drop).T)
+        self._backward_row = sizes.backward_row
+
+    def below(self, limit_bytes: float) -> tuple[StrArray, float] | None:
+        """A choice within the limit and its peak, or None."""
+        usage = self.all_dropped.copy()
+        is_dropped = np.full(len(self._change), True)
+        while (over := usage > limit_bytes).any():
+            must_change = over[self._backward_row].any(axis=0) & is_dropped
+            if not must_change.any():
+                return None
+            is_dropped &= ~must_change
+            usage += self._change[must_change].sum(axis=0)
+        return np.where(is_dropped, "drop", "recompute").astype("<U9"), float(usage.max())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psrl.core.sample import StrArray
+from psrl.core.sample import FloatArray, IntArray, StrArray
 
 from .activations import (
     ActivationBytes,
@@ -18,15 +18,9 @@ from .activations import (
 )
 from .assemble import RankProgram, rank_program
 from .expert_groups import GroupProgram, run_in_step
-from .layout import Pieces
-from .token_cuts import (
-    SNAP,
-    RankView,
-    cut_exactly,
-    cut_units,
-    pieces_of,
-    unit_starts,
-)
+from .problem import PlanningProblem
+from .rank_view import RankView
+from .token_cuts import SNAP, cut_exactly, cut_units, pieces_of, unit_starts
 
 # Micro-batches per rank, as multiples of the fewest that the token budget allows; beyond some
 # number per pipeline stage the idle share of a pipeline is small anyway.
@@ -53,7 +47,8 @@ class CutRule:
         count_factor: micro-batches as a multiple of the fewest that the token budget allows.
         num_units: a unit costs at most this share of the rank.
         held_factor: see `rank_program`.
-        snap: a cut moves to the end of a node within this share of a micro-batch's cost.
+        snap: a cut moves to the end of a node within this share of a micro-batch's cost; if it is
+            infinite, nodes are cut only where the token budget demands it.
     """
 
     count_factor: float
@@ -78,9 +73,11 @@ def all_rules(
     units = _UNIT_DIVISORS[:1] if single_unit else _UNIT_DIVISORS
     # Holding more keeps a pipeline full; a single unit holds everything anyway.
     fills = num_stages > 1 and layout.target.is_update
+    # Bubbles depend on more than even costs: in a pipeline whole nodes may be the better cut.
+    snaps = (snap, np.inf) if num_stages > 1 and snap != np.inf else (snap,)
     return [
-        CutRule(factor, unit, held, snap)
-        for factor, unit in product(factors, units)
+        CutRule(factor, unit, held, snapped)
+        for snapped, factor, unit in product(snaps, factors, units)
         for held in (_HELD_FACTORS if fills and unit > 1 else _HELD_FACTORS[:1])
     ]
 
@@ -90,37 +87,39 @@ def _fewest(view: RankView) -> int:
     return -(-view.total_tokens // view.layout.problem.setup.planning.max_tokens_per_micro_batch)
 
 
-def cut_rank(view: RankView, rule: CutRule) -> Pieces:
-    """Micro-batches of a rank by one rule."""
-    empty = np.empty(0, np.int64)
+def cut_rank(view: RankView, rule: CutRule) -> IntArray:
+    """Token bounds of a rank's micro-batches by one rule."""
     if not view.total_tokens:
-        return Pieces(empty, empty, empty, empty)
+        return np.zeros(1, np.int64)
     max_tokens = view.layout.problem.setup.planning.max_tokens_per_micro_batch
-    count = min(int(np.ceil(_fewest(view) * rule.count_factor)), view.total_tokens)
-    total_s = float(view.cost_before_s[-1])
-    micro_batch_s = total_s / count
-    unit_s = max(total_s / rule.num_units, micro_batch_s) * (1.0 + 1e-9)
+    micro_batch_s = view.total_s / min(_count([view], rule), view.total_tokens)
+    unit_s = max(view.total_s / rule.num_units, micro_batch_s) * (1.0 + 1e-9)
     starts = unit_starts(view, unit_s, micro_batch_s)
-    return pieces_of(view, cut_units(view, starts, micro_batch_s, max_tokens, rule.snap))
+    return cut_units(view, starts, micro_batch_s, max_tokens, rule.snap)
 
 
-def cut_in_step(views: Sequence[RankView], rule: CutRule) -> list[Pieces]:
-    """Equally many micro-batches on every rank, the cost of each rank in equal parts.
+def cut_in_step(views: Sequence[RankView], rule: CutRule) -> list[IntArray]:
+    """Bounds of equally many micro-batches on every rank, the cost of each rank in equal parts.
 
     A rank with fewer tokens than that has one token in each of its micro-batches, and fewer.
     """
     max_tokens = views[0].layout.problem.setup.planning.max_tokens_per_micro_batch
-    count = max(1, int(np.ceil(max(_fewest(view) for view in views) * rule.count_factor)))
+    count = _count(views, rule)
     while True:
         cuts = [cut_exactly(view, rule.num_units, count, max_tokens, rule.snap) for view in views]
         found = [cut for cut in cuts if cut is not None]
         if len(found) == len(views):
-            return [pieces_of(view, cut) for view, cut in zip(views, found, strict=True)]
+            return found
         count += 1 + count // 16
 
 
-def cut_all(views: Sequence[RankView], rule: CutRule) -> list[Pieces]:
-    """Micro-batches of ranks in step, or of one rank, by one rule."""
+def _count(views: Sequence[RankView], rule: CutRule) -> int:
+    """Micro-batches of each rank that a rule aims at."""
+    return max(1, int(np.ceil(max(_fewest(view) for view in views) * rule.count_factor)))
+
+
+def cut_all(views: Sequence[RankView], rule: CutRule) -> list[IntArray]:
+    """Bounds of ranks in step, or of one rank, by one rule."""
     return cut_in_step(views, rule) if len(views) > 1 else [cut_rank(views[0], rule)]
 
 
@@ -138,34 +137,88 @@ def cut_group(
 def _programs(
     views: Sequence[RankView],
     rule: CutRule,
-    pieces: list[Pieces],
+    bounds: list[IntArray],
     activation: StrArray | None = None,
 ) -> GroupProgram:
     programs = []
-    for view, mine in zip(views, pieces, strict=True):
-        count = int(mine.micro_batch.max(initial=-1)) + 1
-        kept = None if activation is None else activation[:count]
+    for view, mine in zip(views, bounds, strict=True):
+        kept = None if activation is None else activation[: len(mine) - 1]
         programs.append(
             rank_program(
-                view.layout, view.rank, mine, activation=kept, held_factor=rule.held_factor
+                view.layout,
+                view.rank,
+                pieces_of(view, mine),
+                activation=kept,
+                held_factor=rule.held_factor,
             )
         )
     return run_in_step(programs, views[0].rank, rule.held_factor)
 
 
-def _candidates(views: Sequence[RankView], rules: list[CutRule]) -> "list[_Candidate]":
-    """Programs of all rules, the fastest first; of rules that cut the same, only the first."""
-    made: dict[tuple[object, ...], _Candidate] = {}
+class _Cut(NamedTuple):
+    """Bounds of ranks in step by a rule, and a time that they cannot beat."""
+
+    rule: CutRule
+    bounds: list[IntArray]
+    least_s: float
+
+
+def _distinct_cuts(views: Sequence[RankView], rules: list[CutRule]) -> list[_Cut]:
+    """The most promising first; of rules that cut the same, only the first."""
+    by_aim: dict[tuple[float, ...], tuple[list[IntArray], float]] = {}
+    distinct: dict[tuple[object, ...], _Cut] = {}
     for rule in rules:
-        pieces = cut_all(views, rule)
-        key = (rule.held_factor, *(column.tobytes() for mine in pieces for column in mine))
-        if key not in made:
-            made[key] = _Candidate(rule, _programs(views, rule, pieces))
-    return sorted(made.values(), key=lambda c: c.program.time_s)
+        count = _count(views, rule)
+        # A unit is at least a micro-batch, so more units than those cut the same.
+        aim = (count, min(rule.num_units, count), rule.snap)
+        if aim not in by_aim:
+            bounds = cut_all(views, rule)
+            by_aim[aim] = bounds, least_time_s(views, bounds)
+        bounds, least_s = by_aim[aim]
+        key = (rule.held_factor, *(mine.tobytes() for mine in bounds))
+        distinct.setdefault(key, _Cut(rule, bounds, least_s))
+    return sorted(distinct.values(), key=lambda cut: cut.least_s)
 
 
-@dataclass(frozen=True)
-class Choice:
+def least_time_s(views: Sequence[RankView], bounds: list[IntArray]) -> float:
+    """No order of ops runs one phase of these micro-batches in less time; exact on one stage.
+
+    The last stage has the most work. It waits for the first forward to get there, and some
+    backward goes back from there to the first stage in the end.
+    """
+    problem, is_update = views[0].layout.problem, views[0].layout.target.is_update
+    cost, last = problem.cost_model, problem.num_stages - 1
+    columns = [np.diff(view.sizes_before(mine)) for view, mine in zip(views, bounds, strict=True)]
+    count = max(sizes.shape[1] for sizes in columns)
+    if not count:
+        return 0.0
+    # [3, ranks, micro-batches]: tokens, pairs, predicted rows.
+    sizes = np.stack([np.pad(s, ((0, 0), (0, count - s.shape[1]))) for s in columns], axis=1)
+    repeats = problem.base_activation == "recompute"
+
+    def forward_s(stage: int, chosen: slice) -> FloatArray:
+        of_ranks = np.asarray(cost.stage_forward_s(stage, *sizes[..., chosen]), np.float64)
+        slowest: FloatArray = of_ranks.max(axis=0)
+        return slowest
+
+    def backward_s(stage: int) -> FloatArray:
+        of_ranks = np.asarray(cost.stage_backward_s(stage, *sizes), np.float64)
+        if repeats:
+            of_ranks = of_ranks + cost.forward_s(sizes[0], sizes[1], 0.0)
+        slowest: FloatArray = of_ranks.max(axis=0)
+        return slowest
+
+    everything, only_first = slice(None), slice(1)
+    least_s = float(forward_s(last, everything).sum())
+    least_s += sum(float(forward_s(stage, only_first)[0]) for stage in range(last))
+    if is_update:
+        least_s += float(backward_s(last).sum())
+        if last:
+            least_s += float(np.sum([backward_s(stage) for stage in range(last)], axis=0).min())
+    return least_s
+
+
+class Choice(NamedTuple):
     """The chosen programs of ranks in step, their rule, and the rules that came next."""
 
     program: GroupProgram
@@ -187,34 +240,64 @@ def best_group_program(
         memory_weight: share of the time that all of the device memory is worth.
     """
     problem, target = views[0].layout.problem, views[0].layout.target
-    limit_bytes = problem.memory_limit_bytes
+    worth = memory_weight / problem.memory_limit_bytes
+    least_factor = 1.0 + worth * problem.memory_model.static_bytes
+    best: _Candidate | None = None
+    best_s = float("inf")
 
-    def score_s(c: _Candidate) -> float:
-        return c.program.time_s * (1.0 + memory_weight * c.program.peak_bytes / limit_bytes)
+    def consider(c: _Candidate) -> None:
+        nonlocal best, best_s
+        if c.program.time_s * least_factor < best_s and c.program.fits:
+            score_s = c.program.time_s * (1.0 + worth * c.program.peak_bytes)
+            if score_s < best_s:
+                best, best_s = c, score_s
 
-    made = _candidates(views, rules)
-    if target.is_update:
-        lighter = _worth_repeating(made)
-        if problem.base_activation == "recompute":
-            chosen = {c.rule for c in [*lighter, *_fast(made, memory_weight)]}
-            lighter = [c for c in made if c.rule in chosen]
-        lighter = [_Candidate(c.rule, _keep_less(views, c)) for c in lighter]
-        made = sorted([*made, *lighter], key=lambda c: c.program.time_s)
-    fastest = next((c for c in made if c.program.fits), None)
-    if fastest is None:
-        best = min(made, key=lambda c: c.program.peak_bytes)
-    else:
-        # No saved memory makes up for more time than this, so the others need no replay.
-        limit_s = fastest.program.time_s * (1.0 + memory_weight)
-        close = [c for c in made if c.program.time_s <= limit_s and c.program.fits]
-        best = min(close, key=score_s)
-    others = [c.rule for c in made if c.program.time_s >= best.program.time_s and c is not best]
-    return Choice(best.program, [best.rule, *others])
+    cuts = _distinct_cuts(views, rules)
+    made: list[_Candidate] = []
+    for cut in cuts:
+        if cut.least_s * least_factor >= best_s:
+            break
+        made.append(_Candidate(cut.rule, cut.bounds, _programs(views, cut.rule, cut.bounds)))
+        consider(made[-1])
+    made.sort(key=lambda c: c.program.time_s)
+    lighter: list[_Candidate] = []
+    for c in _that_may_keep_less(made, problem, worth) if target.is_update else ():
+        if c.program.time_s * least_factor >= best_s or not c.program.num_micro_batches:
+            break
+        sizes = group_bytes(c.program.ranks)
+        least_peak = worth * sizes.lowest_conceivable_bytes
+        if c.program.time_s * (1.0 + least_peak) < best_s:
+            lighter.append(c._replace(program=_keep_less(views, c, sizes)))
+            consider(lighter[-1])
+    if best is None:
+        best = min([*made, *lighter], key=lambda c: c.program.peak_bytes)
+    slower = [c.rule for c in made if c.program.time_s >= best.program.time_s]
+    others = [*slower, *(cut.rule for cut in cuts[len(made) :])]
+    return Choice(best.program, [best.rule, *(rule for rule in others if rule != best.rule)])
 
 
 class _Candidate(NamedTuple):
     rule: CutRule
+    bounds: list[IntArray]
     program: GroupProgram
+
+
+def _that_may_keep_less(
+    by_time: list[_Candidate], problem: PlanningProblem, worth: float
+) -> list[_Candidate]:
+    """Candidates, the fastest first, of which a variant that keeps less might be the best.
+
+    Args:
+        worth: share of the time that a byte is worth.
+    """
+    chosen = _worth_repeating(by_time)
+    if problem.base_activation == "recompute":
+        fast_s = by_time[0].program.time_s * (1.0 + worth * problem.memory_limit_bytes)
+        fast = [c for c in by_time if c.program.time_s <= fast_s]
+        fast.sort(key=lambda c: c.program.time_s * (1.0 + worth * c.program.peak_bytes))
+        rules = {c.rule for c in [*chosen, *fast[:_NUM_LIGHTER_CANDIDATES]]}
+        chosen = [c for c in by_time if c.rule in rules]
+    return chosen
 
 
 def _worth_repeating(by_time: list[_Candidate]) -> list[_Candidate]:
@@ -238,18 +321,11 @@ def _largest_tokens(group: GroupProgram) -> int:
     return max(int(r.program.micro_batches.num_tokens.max(initial=0)) for r in group.ranks)
 
 
-def _fast(by_time: list[_Candidate], memory_weight: float) -> list[_Candidate]:
-    """Candidates whose time less memory could make up for."""
-    limit_s = by_time[0].program.time_s * (1.0 + memory_weight)
-    return [c for c in by_time if c.program.time_s <= limit_s]
-
-
-def _keep_less(views: Sequence[RankView], candidate: _Candidate) -> GroupProgram:
+def _keep_less(
+    views: Sequence[RankView], candidate: _Candidate, sizes: ActivationBytes
+) -> GroupProgram:
     """The same cut with the best choice of what its micro-batches keep."""
     problem = views[0].layout.problem
-    if not candidate.program.num_micro_batches:
-        return candidate.program
-    sizes = group_bytes(candidate.program.ranks)
     if problem.base_activation == "recompute":
         activation = lowest_peak(sizes)
     else:
@@ -258,7 +334,7 @@ def _keep_less(views: Sequence[RankView], candidate: _Candidate) -> GroupProgram
         found = least_repeated(sizes, again_s, problem.memory_limit_bytes)
         # Where nothing fits, the numbers of the leanest choice are reported.
         activation = lowest_peak(sizes) if found is None else found.activation
-    return cut_group(views, candidate.rule, activation)
+    return _programs(views, candidate.rule, candidate.bounds, activation)
 
 
 def group_bytes(ranks: Sequence[RankProgram]) -> ActivationBytes:

@@ -10,7 +10,7 @@ import numpy as np
 from psrl.core.sample import IntArray
 
 from .assemble import BuiltProgram, Caching, RankProgram, join_ranks, rank_program
-from .expert_groups import run_in_step
+from .expert_groups import GroupProgram, run_in_step
 from .layout import Layout, Pieces, rank_work_s
 from .micro_batching import (
     MEMORY_WEIGHT,
@@ -19,11 +19,14 @@ from .micro_batching import (
     best_group_program,
     cut_group,
 )
-from .token_cuts import SNAP, rank_view
+from .rank_view import rank_view
+from .token_cuts import SNAP
 
 # Groups for which all rules may be tried; the others use the best few of the group before.
 _NUM_THOROUGH_GROUPS = 8
 _MAX_OTHERS = 6
+# A group may be slower than the slowest so far by this share before more rules are tried.
+_TOLERANCE = 5e-4
 
 
 def work_s(layout: Layout) -> float:
@@ -55,13 +58,18 @@ def token_cuts(
     programs: dict[int, RankProgram] = {}
     rules: list[CutRule] = []
     slowest_s, num_thorough = 0.0, 0
+
+    def is_good(group: GroupProgram) -> bool:
+        return group.fits and group.time_s <= slowest_s * (1.0 + _TOLERANCE)
+
     for views in by_work:
         group = cut_group(views, rules[0]) if rules else None
-        if group is None or group.time_s > slowest_s or not group.fits:
-            thorough = num_thorough < _NUM_THOROUGH_GROUPS
-            tried = all_rules(views, single_unit, snap) if thorough else rules[:_MAX_OTHERS]
-            choice = best_group_program(views, tried, memory_weight)
-            group, rules = choice.program, choice.rules if thorough else rules
+        if group is not None and not is_good(group):
+            group = best_group_program(views, rules[:_MAX_OTHERS], memory_weight).program
+        if group is None or (num_thorough < _NUM_THOROUGH_GROUPS and not is_good(group)):
+            group, rules = best_group_program(
+                views, all_rules(views, single_unit, snap), memory_weight
+            )
             num_thorough += 1
         programs |= {view.rank: made for view, made in zip(views, group.ranks, strict=True)}
         slowest_s = max(slowest_s, group.time_s)

@@ -16,7 +16,7 @@ from psrl.planner.activations import (
 )
 from psrl.planner.layout import Layout
 from psrl.planner.micro_batching import CutRule, cut_group, group_bytes
-from psrl.planner.token_cuts import RankView, rank_view
+from psrl.planner.rank_view import RankView, rank_view
 from tests.planner.cases import make_moe_setup, nasty_batch, problem_of, update_of, workloads
 
 MODES = np.array(["keep", "recompute", "drop"])

@@ -7,9 +7,24 @@ from hypothesis import strategies as st
 
 from psrl.planner.assemble import rank_program
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import all_rules, best_group_program, cut_group, cut_rank
-from psrl.planner.token_cuts import RankView, cut_units, pieces_of, rank_view, unit_starts
-from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of, workloads
+from psrl.planner.micro_batching import (
+    all_rules,
+    best_group_program,
+    cut_all,
+    cut_group,
+    cut_rank,
+    least_time_s,
+)
+from psrl.planner.rank_view import RankView, rank_view
+from psrl.planner.token_cuts import cut_units, pieces_of, unit_starts
+from tests.planner.cases import (
+    make_moe_setup,
+    make_setup,
+    nasty_batch,
+    tree_batch,
+    update_of,
+    workloads,
+)
 
 
 def view_of(batch, num_ranks: int = 1, rank: int = 0, **setup: object) -> RankView:
@@ -80,7 +95,7 @@ def test_cuts_cover_the_rank_once_within_the_budget(
     batch = nasty_batch(seed, num_samples)
     view = view_of(batch, 2, 1, max_tokens=max_tokens, pipeline_model_parallel_size=num_stages)
     for rule in all_rules([view]):
-        pieces = cut_rank(view, rule)
+        pieces = pieces_of(view, cut_rank(view, rule))
         sizes = np.bincount(pieces.micro_batch, pieces.num_tokens)
         assert not len(sizes) or (sizes.max() <= max_tokens and sizes.min() >= 1)
         computed = np.bincount(pieces.node, pieces.num_tokens, minlength=view.layout.tree.num_nodes)
@@ -112,3 +127,44 @@ def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None
     lean = best_group_program([view], rules, 0.02).program
     assert lean.time_s <= 1.02 * min(times)
     assert lean.peak_bytes <= best_group_program([view], rules, 0.0).program.peak_bytes
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.sampled_from([1, 2]),
+    num_stages=st.sampled_from([1, 2, 4]),
+    recompute=st.sampled_from(["none", "full"]),
+)
+@settings(max_examples=30)
+def test_no_candidate_is_faster_than_its_bound(
+    seed: int, num_ranks: int, num_stages: int, recompute: str
+) -> None:
+    batch = nasty_batch(seed, 8)
+    setup = make_moe_setup(num_ranks, num_stages, num_ranks, max_tokens=8)
+    parallel = setup.parallel.model_copy(update={"recompute": recompute})
+    target = update_of(batch, setup.model_copy(update={"parallel": parallel}))
+    samples = np.arange(batch.num_samples)
+    layout = Layout(target, samples % num_ranks, np.zeros_like(samples))
+    views = [rank_view(layout, rank) for rank in range(num_ranks)]
+    for rule in all_rules(views)[::7]:
+        time_s = cut_group(views, rule).time_s
+        least_s = least_time_s(views, cut_all(views, rule))
+        assert least_s <= time_s * (1.0 + 1e-9)
+        if num_stages == 1:
+            assert least_s == pytest.approx(time_s)
+
+
+def test_costs_and_sizes_before_any_token_are_sums_over_the_tokens() -> None:
+    view = view_of(nasty_batch(3, 12), 2, 1)
+    everything = np.arange(view.total_tokens + 1)
+    unit, sizes = view.layout.target.unit_costs, view.sizes_before(everything)
+    cost_s = (
+        unit.token_s * sizes.num_tokens
+        + unit.pair_s * sizes.pairs
+        + unit.head_s * sizes.head_tokens
+    )
+    assert cost_s[view.tokens_before] == pytest.approx(view.cost_before_s)
+    table = rank_program(view.layout, 1, pieces_of(view, everything)).program.micro_batches
+    assert np.array_equal(np.diff(sizes.pairs), table.pairs)
+    assert np.array_equal(np.diff(sizes.head_tokens), table.head_tokens)
+    assert np.array_equal(view.tokens_at(cost_s, np.zeros(len(cost_s))), everything)

@@ -16,7 +16,7 @@ from psrl.planner.placement_riders import move_riders
 from psrl.planner.placement_tree import GAP_TOLERANCE, two_level_leaves
 from psrl.planner.policies import Draft, with_our_cuts
 from psrl.planner.problem import ProgramProblem
-from psrl.planner.token_cuts import rank_view
+from psrl.planner.rank_view import rank_view
 
 QUICK = f"{__name__}:quick"
 """The name by which the planner finds it."""
