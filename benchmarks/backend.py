@@ -40,7 +40,8 @@ from psrl.planner.layout import Layout
 from psrl.planner.micro_batching import CutRule, cut_rank
 from psrl.planner.problem import PlanningProblem, ProgramProblem
 from psrl.planner.rank_micro_batches import sample_sets
-from psrl.planner.token_cuts import rank_view
+from psrl.planner.rank_view import rank_view
+from psrl.planner.token_cuts import pieces_of
 from psrl.traces.slicing import slice_batch
 
 from .measurement import Measurement
@@ -135,7 +136,8 @@ def shared_program(
     """
     nobody = np.zeros(target.samples.num_samples, np.int64)
     layout = Layout(target, nobody, nobody)
-    pieces = cut_rank(rank_view(layout, 0), CutRule(num_micro_batches, num_units, 1.0))
+    view = rank_view(layout, 0)
+    pieces = pieces_of(view, cut_rank(view, CutRule(num_micro_batches, num_units, 1.0)))
     program = rank_program(layout, 0, pieces, caching).program
     if recompute == "off":
         return program
