@@ -43,10 +43,14 @@ def unique_cost_ranks(costs: CostTree, num_ranks: int) -> IntArray:
 def longest_prefix_ranks(
     tree: PrefixTree, costs: CostTree, group_id: StrArray, num_ranks: int
 ) -> IntArray:
-    """[S] each group, in order, to the rank that holds its longest prefix; ties to least loaded."""
+    """[S] each group, in order, to the rank that holds its longest prefix; ties to least loaded.
+
+    A prefix of all samples attracts no group, or the first rank would get them all.
+    """
     load, everybody = np.zeros(num_ranks), (1 << num_ranks) - 1
     parent, end_depth = tree.parent.tolist(), tree.end_depth.tolist()
     holders = [0] * tree.num_nodes
+    of_all = (tree.samples_through == len(group_id)).tolist()
     held = _Holders(costs.parent, costs.cost_s)
     rank = np.empty(len(group_id), np.int64)
     for samples in _groups(group_id):
@@ -54,7 +58,7 @@ def longest_prefix_ranks(
         nodes: set[int] = set()
         for end in tree.sample_node[samples].tolist():
             node = end
-            while node > 0 and node not in nodes:
+            while node > 0 and node not in nodes and not of_all[node]:
                 nodes.add(node)
                 if holders[node] and end_depth[node] >= longest:
                     same = matching if end_depth[node] == longest else 0

@@ -104,6 +104,13 @@ def test_prefix_match_first_follows_the_prefix_and_balance_first_the_load() -> N
     assert balanced.tolist()[:2] == [0, 1]
 
 
+def test_a_prefix_of_all_samples_attracts_no_group() -> None:
+    tokens = [[6, 6, 6, 1, 2], [6, 6, 6, 3, 4], [6, 6, 6, 1, 5], [6, 6, 6, 3, 7]]
+    batch = make_batch(tokens, [[(1, len(t))] for t in tokens])
+    matched = POLICIES["prefix_match_first"](update_of(batch, make_setup(2))).layout.rank
+    assert matched.tolist() == [0, 1, 0, 1]
+
+
 def test_first_fit_opens_a_new_trie_when_the_budget_is_full() -> None:
     tokens = [[1, 1, 1, 1], [2, 2, 2, 2], [1, 1, 1, 3], [2, 2, 2, 2, 2]]
     batch = make_batch(tokens, [[(1, len(t))] for t in tokens])

@@ -16,8 +16,8 @@ _SPREAD = (
     "worker times come out nearly equal; the published spread must be of workers that do not meet."
 )
 _PREFIX_FIRST = (
-    "All DTN tasks begin with the same instructions here, so the first rank holds the longest "
-    "prefix of every group and attracts them all; the published policy must have spread them."
+    "A prefix that two tasks share beyond the common instructions, however short, draws them to "
+    "one rank here, and a rank may stay empty; the published policy must have spread them."
 )
 _PS = (
     "Published gains of the PS variants are the same 1.4 at 8-fold scale. Ours follow from veRL's "
