@@ -92,7 +92,7 @@ type: $(STAMP) ## Check types
 imports: $(STAMP) ## Check that imports point down
 	$(BIN)/lint-imports
 
-check: lint type imports test test-verl ## Everything that CI runs
+check: lint type imports test test-verl test-megatron-next ## Everything that CI runs
 
 clean: ## Remove the environments, caches and build outputs; keep runs/
 	rm -rf $(VENV) $(NEXT) $(VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
