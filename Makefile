@@ -72,7 +72,7 @@ $(VERL_STAMP): pyproject.toml
 
 # veRL brings 2 GB of packages, Ray among them, so it has an environment of its own.
 test-verl: $(VERL_STAMP) ## Tests of the veRL adapter against veRL's own engine
-	$(VERL)/bin/python -m pytest -q tests/integrations -m verl
+	$(VERL)/bin/python -m pytest -q tests/integrations tests/planner/test_verl_package.py -m verl
 
 # Benchmarks are not installed, so they run from the root, which must then be on sys.path.
 bench: $(STAMP) ## Measured figures beside their bars; NAME=traces for one

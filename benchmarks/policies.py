@@ -38,9 +38,6 @@ OTHERS = tuple(name for name in POLICIES if name not in ("psrl", "optimal"))
 NUM_PIPELINES, NUM_STAGES = 2, 4
 # Micro-batches of a pipeline; fewer where they would be so small that launches decide their time.
 NUM_MICRO_BATCHES, MIN_TOKENS = 16, 4096
-# Points that do not count: where nodes are far smaller than micro-batches, as in ALFWorld, cuts
-# between them are as even as token cuts.
-BUBBLE_TOLERANCE = 0.1
 
 
 def measure() -> list[Measurement]:
@@ -139,7 +136,7 @@ def cuts(what: str, batch: SampleBatch) -> list[Measurement]:
             f"{place}: bubbles, of node cuts {bubbles_of_nodes:.2f} %",
             bubbles,
             "%",
-            bubbles_of_nodes + BUBBLE_TOLERANCE,
+            bubbles_of_nodes,
             False,
         ),
     ]

@@ -27,7 +27,6 @@ from psrl.core.schedule import (
 from .blocks import all_blocks, dynamic_blocks
 from .layout import Layout, Pieces, piece_tree
 from .peak_memory import peak_bytes
-from .problem import PlanningProblem
 
 Caching = Literal["dynamic", "everything"]
 
@@ -88,7 +87,8 @@ def rank_program(
         activation = np.full(count, layout.problem.base_activation)
     order, parent_piece = piece_tree(tree, pieces)
     table = _micro_batches(layout, rank, pieces, activation)
-    ops = _ops(target.is_update, table, pieces, order, parent_piece, held_factor)
+    reads = cached_reads(pieces, order, parent_piece)
+    ops = order_ops(target.is_update, table.num_tokens, table.activation, reads, held_factor)
     if caching == "dynamic":
         blocks = dynamic_blocks(target.is_update, rank, pieces, order, parent_piece)
     else:
@@ -111,7 +111,10 @@ def rank_program(
         ),
         blocks=blocks,
     )
-    return RankProgram(layout, program, _time_s(layout.problem, table, ops))
+    cost = layout.problem.cost_model
+    durations = stage_durations(cost, table, layout.problem.num_stages)
+    time_s = phase_time_s(ops, durations, message_durations(cost, table))
+    return RankProgram(layout, program, time_s)
 
 
 def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArray) -> MicroBatches:
@@ -136,51 +139,62 @@ def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArr
     )
 
 
-def _ops(
-    is_update: bool,
-    table: MicroBatches,
-    pieces: Pieces,
-    order: IntArray,
-    parent_piece: IntArray,
-    held_factor: float,
-) -> list[Op]:
-    forward_order = table.micro_batch.tolist()
-    if not is_update:
-        return [Op("forward", m) for m in forward_order]
+def cached_reads(pieces: Pieces, order: IntArray, parent_piece: IntArray) -> IntArray:
+    """[2, E] pairs of a micro-batch and one that reads what it caches.
+
+    Direct readers suffice: a backward that waits for its children waits for all below.
+    """
     owner = pieces.micro_batch[order]
     child = np.flatnonzero(parent_piece >= 0)
-    # Direct readers suffice: a backward that waits for its children waits for all below.
-    edges = np.unique(np.stack([owner[parent_piece[child]], owner[child]]), axis=1)
+    pairs = np.unique(np.stack([owner[parent_piece[child]], owner[child]]), axis=1)
+    return pairs[:, pairs[0] != pairs[1]]
+
+
+def order_ops(
+    is_update: bool, num_tokens: IntArray, activation: StrArray, reads: IntArray, held_factor: float
+) -> list[Op]:
+    """Ops of the last stage: forwards by number, backwards as early as their readers allow.
+
+    Args:
+        num_tokens, activation: [M] of each micro-batch.
+        reads: see `cached_reads`; of all ranks that run in step.
+    """
+    forward_order = list(range(len(num_tokens)))
+    if not is_update:
+        return [Op("forward", m) for m in forward_order]
     readers: list[set[int]] = [set() for _ in forward_order]
-    for read, reader in edges.T.tolist():
-        if read != reader:
-            readers[read].add(reader)
+    for read, reader in reads.T.tolist():
+        readers[read].add(reader)
     backward_order = eager_backward_order(forward_order, readers)
-    sizes = table.num_tokens.tolist()
+    sizes = num_tokens.tolist()
     counts = fill_counts(forward_order, backward_order, sizes.__getitem__)
     if held_factor > 1.0:
-        budget = held_factor * peak_held(backward_order, counts, sizes)
+        budget = held_factor * _peak_held(backward_order, counts, sizes)
         counts = fill_counts(forward_order, backward_order, sizes.__getitem__, budget)
-    dropped = frozenset(np.flatnonzero(table.activation == "drop").tolist())
+    dropped = frozenset(np.flatnonzero(activation == "drop").tolist())
     return interleave(forward_order, backward_order, counts, dropped)
 
 
-def peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -> int:
+def _peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -> int:
     """Most tokens between forward and backward, for forwards in number order."""
     forwarded = np.concatenate([[0], np.cumsum(sizes)])[counts]
     freed = np.cumsum([0, *(sizes[m] for m in backward_order)])[:-1]
     return int((forwarded - freed).max(initial=0))
 
 
-def _time_s(problem: PlanningProblem, table: MicroBatches, ops: list[Op]) -> float:
-    """Predicted time of one phase; every stage does the last stage's work without the head."""
-    if not ops:
-        return 0.0
-    num_stages = problem.num_stages
-    durations = stage_durations(problem.cost_model, table, num_stages)
+def phase_time_s(
+    ops: list[Op], durations: list[dict[OpKind, list[float]]], message_s: list[float]
+) -> float:
+    """Predicted time of one phase.
+
+    Args:
+        ops: of the last stage.
+        durations: see `stage_durations`.
+        message_s: see `message_durations`.
+    """
+    num_stages = len(durations)
     if num_stages == 1:
-        return sum(durations[0][op.kind][op.micro_batch] for op in ops)
-    message_s = message_durations(problem.cost_model, table)
+        return float(sum(durations[0][op.kind][op.micro_batch] for op in ops))
     timing = pipeline_timing(
         [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
         lambda stage, op: durations[stage][op.kind][op.micro_batch],

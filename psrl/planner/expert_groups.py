@@ -13,19 +13,18 @@ import numpy as np
 from psrl.core.cost_model import CostModel
 from psrl.core.plan import MicroBatches, Program, Schedule
 from psrl.core.prefix_tree import PrefixTree
-from psrl.core.schedule import (
-    Op,
-    OpKind,
-    eager_backward_order,
-    fill_counts,
-    interleave,
-    pipeline_timing,
-    stage_ops,
-)
+from psrl.core.sample import IntArray
+from psrl.core.schedule import OpKind
 
-from .assemble import RankProgram, message_durations, peak_held, stage_durations
+from .assemble import (
+    RankProgram,
+    cached_reads,
+    message_durations,
+    order_ops,
+    phase_time_s,
+    stage_durations,
+)
 from .layout import Pieces, piece_tree
-from .problem import PlanningProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +71,12 @@ def run_in_step(
     tables = [
         _padded(p.program.micro_batches, longest, first_rank + i) for i, p in enumerate(programs)
     ]
-    is_update = layout.target.is_update
-    readers = _joint_readers([p.program for p in programs], layout.tree, len(longest))
-    ops = _joint_ops(tables, readers, held_factor) if is_update else _forwards(tables[0])
-    time_s = _time_in_step_s(layout.problem, tables, ops)
+    problem = layout.problem
+    reads = np.concatenate([_reads(p.program, layout.tree) for p in programs], axis=1)
+    num_tokens = np.max([t.num_tokens for t in tables], axis=0)
+    ops = order_ops(layout.target.is_update, num_tokens, longest.activation, reads, held_factor)
+    durations = slowest_durations(problem.cost_model, problem.num_stages, tables)
+    time_s = phase_time_s(ops, durations, slowest_messages(problem.cost_model, tables))
     ranks = []
     for rank, (made, table) in enumerate(zip(programs, tables, strict=True), first_rank):
         schedule = Schedule(
@@ -105,35 +106,10 @@ def _padded(table: MicroBatches, longest: MicroBatches, rank: int) -> MicroBatch
     )
 
 
-def _joint_readers(programs: Sequence[Program], tree: PrefixTree, count: int) -> list[set[int]]:
-    """For each micro-batch those that read what it caches, on any of the ranks."""
-    readers: list[set[int]] = [set() for _ in range(count)]
-    for program in programs:
-        s = program.segments
-        pieces = Pieces(s.micro_batch, s.node, s.start_depth, s.num_tokens)
-        order, parent = piece_tree(tree, pieces)
-        owner, child = pieces.micro_batch[order], np.flatnonzero(parent >= 0)
-        edges = np.unique(np.stack([owner[parent[child]], owner[child]]), axis=1)
-        for read, reader in edges.T.tolist():
-            if read != reader:
-                readers[read].add(reader)
-    return readers
-
-
-def _forwards(table: MicroBatches) -> list[Op]:
-    return [Op("forward", m) for m in table.micro_batch.tolist()]
-
-
-def _joint_ops(tables: list[MicroBatches], readers: list[set[int]], held_factor: float) -> list[Op]:
-    forward_order = list(range(len(readers)))
-    backward_order = eager_backward_order(forward_order, readers)
-    sizes = np.max([t.num_tokens for t in tables], axis=0).tolist()
-    counts = fill_counts(forward_order, backward_order, sizes.__getitem__)
-    if held_factor > 1.0:
-        budget = held_factor * peak_held(backward_order, counts, sizes)
-        counts = fill_counts(forward_order, backward_order, sizes.__getitem__, budget)
-    dropped = frozenset(np.flatnonzero(tables[0].activation == "drop").tolist())
-    return interleave(forward_order, backward_order, counts, dropped)
+def _reads(program: Program, tree: PrefixTree) -> IntArray:
+    s = program.segments
+    pieces = Pieces(s.micro_batch, s.node, s.start_depth, s.num_tokens)
+    return cached_reads(pieces, *piece_tree(tree, pieces))
 
 
 def slowest_durations(
@@ -151,19 +127,3 @@ def slowest_messages(cost: CostModel, tables: Sequence[MicroBatches]) -> list[fl
     """Seconds of each step's message between neighbouring stages."""
     seconds: list[float] = np.max([message_durations(cost, t) for t in tables], axis=0).tolist()
     return seconds
-
-
-def _time_in_step_s(problem: PlanningProblem, tables: list[MicroBatches], ops: list[Op]) -> float:
-    if not ops:
-        return 0.0
-    cost, num_stages = problem.cost_model, problem.num_stages
-    durations = slowest_durations(cost, num_stages, tables)
-    timing = pipeline_timing(
-        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
-        lambda stage, op: durations[stage][op.kind][op.micro_batch],
-        slowest_messages(cost, tables).__getitem__,
-        send_window=1,
-    )
-    if timing is None:
-        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
-    return timing.makespan_s

@@ -10,6 +10,8 @@ verl = pytest.importorskip(
 )
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.verl
+
 
 def lengths(seed: int, count: int) -> np.ndarray:
     """Distinct long-tailed lengths: with ties, equally good partitions differ."""
