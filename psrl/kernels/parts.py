@@ -1,8 +1,9 @@
 """Tree attention on CPU without masks: one flash call per part of what a chain of queries sees.
 
-A chain sees its own causal square and, without a mask, every run of earlier rows. Partial outputs
-are merged by their log-sum-exp; backward gives each part the merged output and log-sum-exp, which
-makes its gradient exact. Keys are read in place, from the micro-batch or from the store.
+A chain has two parts: its own causal square and, without a mask, all earlier rows that it sees.
+Their outputs are merged by log-sum-exp; backward gives each part the merged output and
+log-sum-exp, which makes its gradient exact. Earlier rows are read in place if they are one run, and
+copied behind each other otherwise: a call per run would cost more than the copy.
 
 Dimension letters as in `reference`; [G, R, T, D] views let R query heads read one key head.
 """
@@ -88,6 +89,15 @@ def _append_local(runs: tuple[KeyRun, ...], start: int, end: int) -> tuple[KeyRu
     return (*runs, KeyRun(LOCAL, start, end))
 
 
+def _visible(
+    sources: dict[int, tuple[Tensor, Tensor]], runs: tuple[KeyRun, ...]
+) -> tuple[Tensor, Tensor]:
+    """[N, G, D] keys and values of all runs behind each other."""
+    rows = [[x[run.start : run.end] for x in sources[run.source]] for run in runs]
+    k_NGD, v_NGD = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*rows, strict=True))
+    return k_NGD, v_NGD
+
+
 def _query_heads(x_THD: Tensor, num_groups: int) -> Tensor:
     """[G, R, T, D] view of a per-query-head tensor."""
     return x_THD.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
@@ -127,17 +137,19 @@ class _PartsAttention(torch.autograd.Function):
         lse_GRT = q_THD.new_empty(num_groups, repeats, q_THD.shape[0], dtype=dtype)
         q_GRTD, out_GRTD = (_query_heads(x, num_groups) for x in (q_THD, out_THD))
 
-        def attend(queries: slice, run: KeyRun, causal: bool) -> tuple[Tensor, Tensor]:
-            k, v = (_key_heads(x[run.start : run.end], repeats) for x in sources[run.source])
+        def attend(
+            queries: slice, runs: tuple[KeyRun, ...], causal: bool
+        ) -> tuple[Tensor, Tensor]:
+            k, v = (_key_heads(x, repeats) for x in _visible(sources, runs))
             out, lse = flash(q_GRTD[:, :, queries], k, v, 0.0, causal, scale=scale)
             return out.to(dtype), lse
 
         chains = split_chains(packed.chains, QUERIES_PER_SQUARE)
         for start, end, runs in chains:
             queries = slice(start, end)
-            out, lse = attend(queries, KeyRun(LOCAL, start, end), True)
-            for run in runs:
-                part_out, part_lse = attend(queries, run, False)
+            out, lse = attend(queries, (KeyRun(LOCAL, start, end),), True)
+            if runs:
+                part_out, part_lse = attend(queries, runs, False)
                 merged_lse = torch.logaddexp(lse, part_lse)
                 share = (part_lse - merged_lse).exp().unsqueeze(-1)
                 out, lse = out.lerp(part_out, share), merged_lse
@@ -166,17 +178,19 @@ class _PartsAttention(torch.autograd.Function):
             queries = slice(start, end)
             dout, q, out = (x[:, :, queries] for x in (dout_GRTD, q_GRTD, out_GRTD))
             lse = lse_GRT[:, :, queries]
-            own = KeyRun(LOCAL, start, end)
-            for run, causal in ((own, True), *((run, False) for run in runs)):
-                k, v = (_key_heads(x[run.start : run.end], repeats) for x in sources[run.source])
+            own = (KeyRun(LOCAL, start, end),)
+            for part, causal in ((own, True), (runs, False)) if runs else ((own, True),):
+                k, v = (_key_heads(x, repeats) for x in _visible(sources, part))
                 dq, dk, dv = flash_backward(dout, q, k, v, out, lse, 0.0, causal, scale=ctx.scale)
                 dq_GRTD[:, :, queries] += dq
                 dk_NGD, dv_NGD = (d.sum(1, dtype=dtype).transpose(0, 1) for d in (dk, dv))
-                if run.source == LOCAL:
-                    dk_TGD[run.start : run.end] += dk_NGD
-                    dv_TGD[run.start : run.end] += dv_NGD
-                else:
-                    store.add_gradient(run.source, layer, run.start, run.end, dk_NGD, dv_NGD)
+                sizes = [run.end - run.start for run in part]
+                for run, dk, dv in zip(part, dk_NGD.split(sizes), dv_NGD.split(sizes), strict=True):
+                    if run.source == LOCAL:
+                        dk_TGD[run.start : run.end] += dk
+                        dv_TGD[run.start : run.end] += dv
+                    else:
+                        store.add_gradient(run.source, layer, run.start, run.end, dk, dv)
         add_reader_gradients(store, layer, packed.cached, dk_TGD, dv_TGD)
         gradients = (d.to(q_THD.dtype) for d in (dq_THD, dk_TGD, dv_TGD))
         return (*gradients, None, None, None, None)
