@@ -137,9 +137,7 @@ class _PartsAttention(torch.autograd.Function):
         lse_GRT = q_THD.new_empty(num_groups, repeats, q_THD.shape[0], dtype=dtype)
         q_GRTD, out_GRTD = (_query_heads(x, num_groups) for x in (q_THD, out_THD))
 
-        def attend(
-            queries: slice, runs: tuple[KeyRun, ...], causal: bool
-        ) -> tuple[Tensor, Tensor]:
+        def attend(queries: slice, runs: tuple[KeyRun, ...], causal: bool) -> tuple[Tensor, Tensor]:
             k, v = (_key_heads(x, repeats) for x in _visible(sources, runs))
             out, lse = flash(q_GRTD[:, :, queries], k, v, 0.0, causal, scale=scale)
             return out.to(dtype), lse
