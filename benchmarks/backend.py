@@ -36,8 +36,8 @@ from psrl.core.sample import FloatArray, SampleBatch
 from psrl.core.trace import open_trace
 from psrl.kernels.tree_attention import Implementation
 from psrl.planner.assemble import Caching, rank_program
+from psrl.planner.cut_rules import CutRule, cut_rank
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import CutRule, cut_rank
 from psrl.planner.problem import PlanningProblem, ProgramProblem
 from psrl.planner.rank_micro_batches import sample_sets
 from psrl.planner.rank_view import rank_view

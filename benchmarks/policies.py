@@ -17,8 +17,9 @@ from psrl.core.sample import SampleBatch
 from psrl.core.trace import open_trace
 from psrl.planner import POLICIES, PlanningProblem, make_plan
 from psrl.planner.assemble import BuiltProgram, join_ranks
+from psrl.planner.cut_rules import CutRule
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import CutRule, cut_group
+from psrl.planner.micro_batching import cut_group
 from psrl.planner.rank_micro_batches import token_cuts
 from psrl.planner.rank_view import rank_view
 from psrl.planner.token_cuts import SNAP

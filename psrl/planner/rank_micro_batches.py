@@ -10,15 +10,10 @@ import numpy as np
 from psrl.core.sample import IntArray
 
 from .assemble import BuiltProgram, Caching, RankProgram, join_ranks, rank_program
+from .cut_rules import CutRule, all_rules
 from .expert_groups import GroupProgram, run_in_step
 from .layout import Layout, Pieces, rank_work_s
-from .micro_batching import (
-    MEMORY_WEIGHT,
-    CutRule,
-    all_rules,
-    best_group_program,
-    cut_group,
-)
+from .micro_batching import MEMORY_WEIGHT, best_group_program, cut_group
 from .rank_view import rank_view
 from .token_cuts import SNAP
 

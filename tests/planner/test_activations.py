@@ -14,8 +14,9 @@ from psrl.planner.activations import (
     least_repeated,
     lowest_peak,
 )
+from psrl.planner.cut_rules import CutRule
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import CutRule, cut_group, group_bytes
+from psrl.planner.micro_batching import cut_group, group_bytes
 from psrl.planner.rank_view import RankView, rank_view
 from tests.planner.cases import make_moe_setup, nasty_batch, problem_of, update_of, workloads
 

@@ -11,9 +11,10 @@ from psrl.core.plan import Plan
 from psrl.core.sample import SampleBatch
 from psrl.planner import POLICIES, PlanningProblem, make_plan
 from psrl.planner.assemble import join_ranks, rank_program
+from psrl.planner.cut_rules import CutRule, all_rules, cut_in_step, cut_rank
 from psrl.planner.expert_groups import run_in_step, slowest_durations
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import CutRule, all_rules, cut_group, cut_in_step, cut_rank
+from psrl.planner.micro_batching import cut_group
 from psrl.planner.rank_micro_batches import token_cuts
 from psrl.planner.rank_view import rank_view
 from psrl.planner.token_cuts import cut_exactly, pieces_of

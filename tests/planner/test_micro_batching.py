@@ -6,15 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.planner.assemble import rank_program
+from psrl.planner.cut_rules import all_rules, cut_all, cut_rank
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import (
-    all_rules,
-    best_group_program,
-    cut_all,
-    cut_group,
-    cut_rank,
-    least_time_s,
-)
+from psrl.planner.micro_batching import best_group_program, cut_group, least_time_s
 from psrl.planner.rank_view import RankView, rank_view
 from psrl.planner.token_cuts import cut_units, pieces_of, unit_starts
 from tests.planner.cases import (

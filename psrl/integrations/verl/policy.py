@@ -10,8 +10,9 @@ import numpy as np
 
 from psrl.core.sample import IntArray
 from psrl.planner.assemble import BuiltProgram, RankProgram, join_ranks
+from psrl.planner.cut_rules import CutRule
 from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import MEMORY_WEIGHT, CutRule, best_group_program
+from psrl.planner.micro_batching import MEMORY_WEIGHT, best_group_program
 from psrl.planner.placement_riders import move_riders
 from psrl.planner.placement_tree import GAP_TOLERANCE, two_level_leaves
 from psrl.planner.policies import Draft, with_our_cuts
