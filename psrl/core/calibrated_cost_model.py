@@ -8,20 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from .calibration import Calibration, Coefficients, load_calibration
-from .cluster import (
-    ClusterSpec,
-    ModelSpec,
-    ParallelConfig,
-    pipeline_link,
-    reduction_crosses_hosts,
-)
+from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
 from .cost_model import Amount, CostModel, RooflineCostModel
-from .expert_parallel import (
-    expert_data_parallel_size,
-    expert_exchange_s,
-    optimizer_shard,
-    rank_parameters,
-)
+from .expert_parallel import expert_exchange_s, optimizer_shard, rank_parameters
+from .gradient_reduction import gradient_reduction_s
 from .layer_time import ForwardBackward, LayerShape, LayerTime
 from .plan import Plan
 
@@ -141,19 +131,8 @@ class CalibratedCostModel:
         return rank_parameters(self.model, self.parallel).total
 
     def gradient_reduction_s(self) -> float:
-        dense, expert = rank_parameters(self.model, self.parallel)
-        parallel = self.parallel
-        rings = (
-            (dense, parallel.tensor_model_parallel_size, parallel.data_parallel_size),
-            (
-                expert,
-                parallel.expert_model_parallel_size,
-                expert_data_parallel_size(parallel) if expert else 1,
-            ),
-        )
-        return sum(
-            float(gradient_reduction_s(self.coefficients, self.cluster, *ring)) for ring in rings
-        )
+        per_parameter = self.coefficients.gradient_bytes_per_parameter
+        return gradient_reduction_s(self.model, self.cluster, self.parallel, per_parameter)
 
     def optimizer_step_s(self) -> float:
         c, device = self.coefficients, self.cluster.device
@@ -275,28 +254,3 @@ def prediction_warnings(plan: Plan) -> tuple[str, ...]:
         return ()
     costs = CalibratedCostModel(plan.model, plan.cluster, plan.parallel, plan.calibration)
     return costs.plan_warnings(plan)
-
-
-def gradient_reduction_s(
-    coefficients: Coefficients,
-    cluster: ClusterSpec,
-    rank_parameters: Amount,
-    stride: Amount,
-    size: Amount,
-) -> Amount:
-    """Reduce-scatter and all-gather rings over the ranks of equal weights.
-
-    Across hosts, the ranks of one ring that share a host use all of their network ports.
-
-    Args:
-        stride, size: see `reduction_crosses_hosts`.
-    """
-    per_host = np.minimum(size, np.maximum(1, cluster.devices_per_host // np.asarray(stride)))
-    across = reduction_crosses_hosts(cluster, stride, size)
-    rate = np.where(
-        across, cluster.inter_host_bytes_per_s * per_host, cluster.intra_host_bytes_per_s
-    )
-    latency = np.where(across, cluster.inter_host_latency_s, cluster.intra_host_latency_s)
-    nbytes = coefficients.gradient_bytes_per_parameter * rank_parameters
-    time: Amount = ((size - 1) / size * nbytes / rate + 2.0 * latency) * np.greater(size, 1)
-    return time

@@ -93,6 +93,10 @@ class DeviceSpec(Spec):
     host_layer_s: float = Field(
         ge=0, description="host time to launch one layer's forward; the backward takes twice that"
     )
+    host_overlaps: bool = Field(
+        default=True,
+        description="the host launches while the device computes; false if the host computes",
+    )
     dtype_bytes: int = Field(default=2, ge=2, le=8)
 
 

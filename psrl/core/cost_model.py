@@ -1,9 +1,9 @@
 """Predicted time and memory of micro-batches: a roofline over FLOPs, bytes and launches.
 
 Form and constants follow the measured study of Megatron iterations that psRL's design cites:
-time of a layer is the slower of host and device (joined by an 8-norm), device time is
-projections + attention by visible pairs + memory-bound passes + collectives of tensor and expert
-parallelism.
+time of a layer is the slower of host and device (joined by an 8-norm), or their sum where the host
+itself computes; device time is projections + attention by visible pairs + memory-bound passes +
+collectives of tensor and expert parallelism.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import (
-    ClusterSpec,
-    ModelSpec,
-    ParallelConfig,
-    pipeline_link,
-    reduction_crosses_hosts,
-)
+from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
 from .expert_parallel import (
     expert_data_parallel_size,
     expert_exchange_s,
     optimizer_shard,
     rank_parameters,
 )
+from .gradient_reduction import gradient_reduction_s
 
 Amount = npt.NDArray[np.float64] | float
 
@@ -143,7 +138,8 @@ class RooflineCostModel:
         if self.parallel.expert_model_parallel_size > 1:
             device_s = device_s + self._exchange_s(num_tokens)
         host_s = linear * self.cluster.device.host_layer_s * np.sign(num_tokens)
-        joined: Amount = (device_s**8 + host_s**8) ** 0.125
+        q = 8 if self.cluster.device.host_overlaps else 1
+        joined: Amount = (device_s**q + host_s**q) ** (1 / q)
         return joined
 
     def _head_s(self, stage: int, head_tokens: Amount) -> Amount:
@@ -188,30 +184,9 @@ class RooflineCostModel:
         return rank_parameters(self.model, self.parallel).total
 
     def gradient_reduction_s(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of the updated weights.
-
-        Experts are reduced over the ranks that hold the same ones, after the rest.
-        """
-        dense, expert = rank_parameters(self.model, self.parallel)
-        parallel = self.parallel
-        tensor, data = parallel.tensor_model_parallel_size, parallel.data_parallel_size
-        reduction_s = self._ring_s(dense, tensor, data)
-        if expert:
-            stride, size = parallel.expert_model_parallel_size, expert_data_parallel_size(parallel)
-            reduction_s += self._ring_s(expert, stride, size)
-        return reduction_s
-
-    def _ring_s(self, parameters: float, stride: int, size: int) -> float:
-        """Of every `stride`-th device of a stage, `size` of them."""
-        if size == 1:
-            return 0.0
-        cluster = self.cluster
-        across = bool(reduction_crosses_hosts(cluster, stride, size))
-        rate = cluster.inter_host_bytes_per_s if across else cluster.intra_host_bytes_per_s
-        latency = cluster.inter_host_latency_s if across else cluster.intra_host_latency_s
-        per_parameter = _GRADIENT_BYTES_PER_PARAMETER + cluster.device.dtype_bytes
-        ring = (size - 1) / size * parameters * per_parameter / rate
-        return float(ring + 2 * latency)
+        """Reduce-scatter of fp32 gradients and all-gather of the updated weights."""
+        per_parameter = _GRADIENT_BYTES_PER_PARAMETER + self.cluster.device.dtype_bytes
+        return gradient_reduction_s(self.model, self.cluster, self.parallel, per_parameter)
 
     def optimizer_step_s(self) -> float:
         device = self.cluster.device

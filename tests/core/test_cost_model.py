@@ -83,6 +83,14 @@ def test_small_forward_costs_its_launches() -> None:
     assert costs().backward_s(1, 1, 0) == pytest.approx(2 * launch_s, rel=1e-3)
 
 
+def test_a_host_that_computes_launches_before() -> None:
+    sizes = 1000, 1000 * 1001 // 2, 0
+    device_s = costs(host_layer_s=0.0).forward_s(*sizes)
+    for overlaps in (True, False):
+        found_s = costs(host_layer_s=device_s / 28, host_overlaps=overlaps).forward_s(*sizes)
+        assert found_s == pytest.approx(device_s * (2**0.125 if overlaps else 2.0))
+
+
 def test_backward_takes_twice_the_projections_and_more_of_attention() -> None:
     model = costs(host_layer_s=0.0)
     assert model.backward_s(10_000, 0, 0) == pytest.approx(2 * model.forward_s(10_000, 0, 0))
@@ -159,7 +167,7 @@ def test_gradient_reduction_and_optimizer() -> None:
     parameters = MODEL.num_parameters - MODEL.hidden_size
     inside = 3 / 4 * parameters * (4 + 2) / 450e9 + 2 * 5e-6
     assert costs(dp=4).gradient_reduction_s() == pytest.approx(inside)
-    across = 15 / 16 * parameters * (4 + 2) / 50e9 + 2 * 15e-6
+    across = 15 / 16 * parameters * (4 + 2) / (8 * 50e9) + 2 * 15e-6
     assert costs(dp=16, num_hosts=2).gradient_reduction_s() == pytest.approx(across)
     whole_stages = costs(dp=4, pp=4, num_hosts=2)
     inside = 3 / 4 * whole_stages.rank_parameters * (4 + 2) / 450e9 + 2 * 5e-6

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from psrl.core.calibrated_cost_model import gradient_reduction_s
 from psrl.core.calibration import Coefficients, Curve
 from psrl.core.cluster import ClusterSpec
+from psrl.core.gradient_reduction import ring_s
 from psrl.core.layer_time import LayerShape, LayerTime
 from psrl.core.presets import DEVICES
 from psrl.core.sample import FloatArray, IntArray
@@ -172,7 +172,7 @@ def _iteration_s(data: Iterations, c: Coefficients, cluster: ClusterSpec) -> Flo
     slowest_s = stage_s + hop_s + head.backward_s
     pipeline_s = num_micro_batches * slowest_s + (pp - 1) * (stage_s + hop_s)
     parameters = (12 * hidden**2 * layers / pp + _VOCAB_SIZE * hidden) / tp
-    reduction_s = gradient_reduction_s(c, cluster, parameters, tp, dp)
+    reduction_s = ring_s(cluster, c.gradient_bytes_per_parameter * parameters, tp, dp)
     return np.asarray(pipeline_s + reduction_s + c.step_s, np.float64)
 
 
