@@ -232,7 +232,7 @@ def assumptions(comparison: Comparison) -> list[str]:
         f"{number(device.memory_bandwidth_bytes_per_s / 1e12)} TB/s memory, "
         f"{percent(device.bandwidth_efficiency)} of it reached.",
         f"The host launches one layer's forward in {number(device.host_layer_s * 1e3)} ms, and a "
-        "layer takes the longer of host and device time.",
+        f"layer takes the {'longer' if device.host_overlaps else 'sum'} of host and device time.",
         f"Links carry {number(bandwidth[0])} GB/s inside a host and {number(bandwidth[1])} GB/s "
         "between hosts, per device and direction, without contention.",
         f"A micro-batch computes at most {planning.max_tokens_per_micro_batch:,} tokens; plans "

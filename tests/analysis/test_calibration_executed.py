@@ -1,7 +1,6 @@
 """Calibration from executed psRL runs, here written with known coefficients."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,14 +150,12 @@ def run_plan(plan: Plan, truth: Coefficients = TRUTH, noise: float = 0.01) -> Ev
     return log.finish()
 
 
-def write_run(folder: Path, plan: Plan, implementation: str = "parts", **how: Any) -> Path:
+def write_run(folder: Path, plan: Plan, **how: Any) -> Path:
     folder.mkdir(parents=True)
     run_plan(plan, **how).save(folder / "events.parquet")
     plan.save(folder / "plan")
     (folder / "manifest.json").write_text(json.dumps({"kind": "executed"}))
-    (folder / "metrics.json").write_text(
-        json.dumps({"dtype": "float32", "implementation": implementation})
-    )
+    (folder / "metrics.json").write_text(json.dumps({"dtype": "float32"}))
     return folder
 
 
@@ -188,17 +185,19 @@ def test_known_coefficients_are_recovered(tmp_path: Path) -> None:
 
 def test_overlapping_host_is_recognised(tmp_path: Path) -> None:
     overlapping = TRUTH.model_copy(update={"join_exponent": 8.0, "host_layer_s": 60e-3})
-    run = write_run(
-        tmp_path / "run", make_plan(3, num_steps=2, count=30), "reference", truth=overlapping
-    )
+    run = write_run(tmp_path / "run", make_plan(3, num_steps=2, count=30), truth=overlapping)
     calibration = calibrate_executed([run])
     assert calibration.coefficients.join_exponent == 8.0
     assert calibration.coefficients.host_layer_s == pytest.approx(60e-3, rel=0.1)
-    shutil.copytree(run, tmp_path / "cpu")
-    metrics = {"dtype": "float32", "implementation": "parts"}
-    (tmp_path / "cpu" / "metrics.json").write_text(json.dumps(metrics))
-    on_cpu = calibrate_executed([tmp_path / "cpu"])
-    assert on_cpu.coefficients.join_exponent == 1.0, "nothing can overlap on a CPU"
+
+
+def test_a_host_that_computes_overlaps_with_nothing(tmp_path: Path) -> None:
+    overlapping = TRUTH.model_copy(update={"join_exponent": 8.0})
+    plan = make_plan(3, num_steps=2, count=30)
+    device = DEVICE.model_copy(update={"host_overlaps": False})
+    cluster = plan.cluster.model_copy(update={"device": device})
+    run = write_run(tmp_path / "run", replace(plan, cluster=cluster), truth=overlapping)
+    assert calibrate_executed([run]).coefficients.join_exponent == 1.0
 
 
 def test_sizes_that_only_scale_separate_nothing(tmp_path: Path) -> None:

@@ -83,9 +83,8 @@ def calibrate_executed(directories: Sequence[Path]) -> Calibration:
             f"{num_micro_batches} executed micro-batch(es) are too few to fit and to hold out",
             f"execute a trace that gives at least {_NUM_FOLDS}, of different sizes",
         )
-    # A CPU launches and computes by turns; otherwise the hold-out tells.
-    on_cpu = all(run.on_cpu for run in ops.runs)
-    unseen_s = {q: held_out_s(ops, q) for q in ((_TURNS,) if on_cpu else (_TURNS, _OVERLAP))}
+    exponents = (_TURNS, _OVERLAP) if ops.device.host_overlaps else (_TURNS,)
+    unseen_s = {q: held_out_s(ops, q) for q in exponents}
     errors = {
         q: error_row("all ops", predicted_s, ops.measured_s).mean_percent
         for q, predicted_s in unseen_s.items()

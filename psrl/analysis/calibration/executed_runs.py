@@ -13,8 +13,6 @@ from psrl.core.plan import Plan
 from psrl.core.run import read_json
 from psrl.core.sample import FloatArray, IntArray, StrArray
 
-# psRL's attention that exists on a CPU only.
-_CPU_ATTENTION = "parts"
 _BYTES_OF_DTYPE = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -49,17 +47,12 @@ class OpTable:
 
 @dataclass(frozen=True)
 class ExecutedRun:
-    """The plan of an executed run, its timed ops, and events of reductions and optimizer steps.
-
-    Attributes:
-        on_cpu: whether the host itself computed, so that nothing overlapped with its launches.
-    """
+    """The plan of an executed run, its timed ops, and events of reductions and optimizer steps."""
 
     name: str
     plan: Plan
     ops: OpTable
     steps: Events
-    on_cpu: bool = False
 
 
 def read_run(directory: Path) -> ExecutedRun:
@@ -78,8 +71,7 @@ def read_run(directory: Path) -> ExecutedRun:
     plan = Plan.load(_plan_path(directory, manifest))
     metrics = read_json(directory / "metrics.json")
     events = Events.load(directory / "events.parquet")
-    run = timed_ops(_run_name(directory), _with_dtype(plan, metrics), events)
-    return replace(run, on_cpu=metrics.get("implementation") == _CPU_ATTENTION)
+    return timed_ops(_run_name(directory), _with_dtype(plan, metrics), events)
 
 
 def _run_name(directory: Path) -> str:
