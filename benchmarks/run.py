@@ -23,6 +23,7 @@ from .measurement import Measurement
 BENCHMARKS = {
     "backend": "prefix-shared against dense execution on a CPU",
     "cost_model": "held-out errors on public measurements",
+    "executed": "predicted against measured time of executed plans",
     "planner": "gaps to proven bounds, balance, and psRL against all policies",
     "policies": "psRL against all policies on many shapes, and token cuts against node cuts",
     "simulator": "speed and memory on 12,288 GPUs",
