@@ -1,8 +1,11 @@
 """Logprobs and entropies at loss edges, without materialising all logits."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .compat import GPTModel, parallel_state, reduce_from_tensor_model_parallel_region
@@ -20,8 +23,8 @@ def edge_predictions(
 ) -> tuple[Tensor, Tensor | None]:
     """[E] logprobs of the edges' targets, and [E] entropies of the distributions they are from.
 
-    In float32 or wider. Logits exist for one chunk of rows at a time: the backward computes them
-    again.
+    Logprobs in float64, from logits in float32 or wider. Logits exist for one chunk of rows at a
+    time: the backward computes them again.
 
     Args:
         with_entropy: None computes entropies only if they are rewarded and gradients are on.
@@ -83,17 +86,40 @@ def vocab_parallel_entropy(logits_RV: Tensor, group: dist.ProcessGroup) -> Tenso
     return total_R.log() - weighted_R / total_R
 
 
+class _LogSumExp(torch.autograd.Function):
+    """torch.logsumexp over rows, but its result keeps what the sum knows beyond float32.
+
+    The logarithm of a sum over a vocabulary is around 10, where neighbouring float32 numbers are
+    1e-6 apart: more than a ratio of two policies may be off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor) -> Tensor:
+        peak_R = logits_RV.amax(dim=1)
+        mass_R = (logits_RV - peak_R[:, None]).exp_().sum(dim=1)
+        ctx.save_for_backward(logits_RV, peak_R, mass_R)
+        return peak_R.double() + mass_R.double().log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_R: Tensor) -> Tensor:
+        logits_RV, peak_R, mass_R = ctx.saved_tensors
+        scale_R = (gradient_R / mass_R).to(logits_RV.dtype)
+        result: Tensor = (logits_RV - peak_R[:, None]).exp_().mul_(scale_R[:, None])
+        return result
+
+
 def vocab_parallel_logprobs(
     logits_RV: Tensor, row_E: Tensor, target_E: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """[E] logprobs of targets, from logits sliced by vocabulary over a tensor-parallel group.
+    """[E] float64 logprobs of targets; logits are sliced by vocabulary over the group.
 
     Megatron's own function computes in float32 and needs one row of logits per edge.
     """
-    own = torch.logsumexp(logits_RV, dim=1)
+    own: Tensor = _LogSumExp.apply(logits_RV)
     local_E = target_E - group.rank() * logits_RV.shape[1]
     is_mine = (local_E >= 0) & (local_E < logits_RV.shape[1])
-    picked = logits_RV[row_E, local_E.clamp(0, logits_RV.shape[1] - 1)]
+    picked = logits_RV[row_E, local_E.clamp(0, logits_RV.shape[1] - 1)].double()
     if group.size() == 1:
         return picked - own[row_E]
     peak = own.detach().clone()

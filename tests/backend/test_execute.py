@@ -33,7 +33,7 @@ from tests.backend.cases import ACTIVATIONS, TINY
 from tests.random_plans import random_batch, random_program
 
 OPTIONS = ExecuteOptions(
-    init_std=0.2,
+    init_std=0.1,
     loss=LossOptions(kl_coefficient=0.1),
     optimizer=OptimizerOptions(learning_rate=1e-2),
     keep_gradients=True,

@@ -223,8 +223,9 @@ def loss_and_norm(
     return results
 
 
-def test_ten_cuts_of_a_batch_give_one_loss() -> None:
-    case = make_cases([11], PP2)[0]
+@pytest.mark.parametrize("batch", range(3))
+def test_ten_cuts_of_a_batch_give_one_loss(batch: int) -> None:
+    case = make_cases([batch], PP2)[0]
     seeds = [*range(10), 0]
     for results in run_ranks(loss_and_norm, 2, case, seeds, torch.float32, timeout_s=LIMIT_S):
         assert results[0] == results[-1], "the same cut gives the same bits"
