@@ -5,17 +5,20 @@ from dataclasses import dataclass, replace
 
 from psrl.core.cluster import ParallelConfig, check_layout
 from psrl.core.config import Setup
-from psrl.core.cost_model import MemoryModel
 from psrl.core.errors import ConfigError, InfeasibleError
 
 from .make_plan import make_plan
 from .problem import PlanningProblem
 
-_BUDGET_FACTORS = (0.5, 1.0, 2.0)
+# Tried where the given budget gives one of the fastest plans, or none that fits.
+_OTHER_BUDGETS = (0.5, 2.0)
 # The search compares layouts; the chosen one is planned again with the full effort.
 _SEARCH_ITERATIONS = 100
 # A layout whose lower bound is this far above the fastest plan is not planned.
-_HOPELESS = 2.0
+_HOPELESS = 1.25
+# Other budgets are planned where the given one comes this close to the fastest plan.
+_PROMISING = 1.1
+_TOO_LARGE = "no plan fits the memory"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class LayoutChoice:
     peak_bytes: float
     reason: str = ""
     on_front: bool = False
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether a plan was tried, and none fits the memory."""
+        return self.reason == _TOO_LARGE
 
 
 def layouts_of(setup: Setup) -> Iterator[ParallelConfig]:
@@ -63,33 +71,27 @@ def layouts_of(setup: Setup) -> Iterator[ParallelConfig]:
 
 
 def search_layouts(problem: PlanningProblem, policy: str) -> list[LayoutChoice]:
-    """Plan every layout with every budget; the fastest first.
+    """Plan every layout, and the promising ones with other budgets; the fastest first.
 
-    Layouts whose weights and optimizer alone exceed the memory, and those whose lower bound is
-    far above the fastest plan so far, are listed with the reason.
+    The most promising layouts come first. Those whose weights and optimizer alone exceed the
+    memory, and those whose lower bound is far above the fastest plan so far, are listed with the
+    reason.
     """
-    base = problem.setup
+    budget = problem.setup.planning.max_tokens_per_micro_batch
+    candidates = [_with_layout(problem, parallel, budget) for parallel in layouts_of(problem.setup)]
+    bounded = [(_least_s(candidate), candidate) for candidate in candidates]
+    bounded.sort(key=lambda pair: pair[0])
     found: list[LayoutChoice] = []
     fastest_s = float("inf")
-    for parallel in layouts_of(base):
-        for factor in _BUDGET_FACTORS:
-            budget = max(1, int(base.planning.max_tokens_per_micro_batch * factor))
-            setup = base.model_copy(
-                update={
-                    "parallel": parallel,
-                    "planning": base.planning.model_copy(
-                        update={
-                            "max_tokens_per_micro_batch": budget,
-                            "search_iterations": min(
-                                base.planning.search_iterations, _SEARCH_ITERATIONS
-                            ),
-                        }
-                    ),
-                }
-            )
-            choice = _plan_one(replace(problem, setup=setup), policy, fastest_s)
-            found.append(choice)
-            fastest_s = min(fastest_s, choice.time_s)
+    for least_s, candidate in bounded:
+        found.append(_plan_one(candidate, policy, least_s, fastest_s))
+        fastest_s = min(fastest_s, found[-1].time_s)
+    for choice in found.copy():
+        for factor in _OTHER_BUDGETS:
+            other = max(1, int(budget * factor))
+            if choice.time_s <= _PROMISING * fastest_s or (choice.is_too_large and other < budget):
+                candidate = _with_layout(problem, choice.setup.parallel, other)
+                found.append(_plan_one(candidate, policy, 0.0, fastest_s))
     found.sort(key=lambda c: (c.time_s, c.peak_bytes))
     leanest = float("inf")
     marked = []
@@ -100,19 +102,38 @@ def search_layouts(problem: PlanningProblem, policy: str) -> list[LayoutChoice]:
     return marked
 
 
-def _plan_one(problem: PlanningProblem, policy: str, fastest_s: float) -> LayoutChoice:
-    setup = problem.setup
-    static = MemoryModel(setup.model, setup.cluster, setup.parallel).static_bytes
+def _with_layout(
+    problem: PlanningProblem, parallel: ParallelConfig, budget: int
+) -> PlanningProblem:
+    planning = problem.setup.planning
+    effort = min(planning.search_iterations, _SEARCH_ITERATIONS)
+    changed = planning.model_copy(
+        update={"max_tokens_per_micro_batch": budget, "search_iterations": effort}
+    )
+    setup = problem.setup.model_copy(update={"parallel": parallel, "planning": changed})
+    return replace(problem, setup=setup)
+
+
+def _least_s(problem: PlanningProblem) -> float:
+    """No plan of the layout takes less; infinite where its weights do not fit."""
+    if problem.memory_model.static_bytes > problem.memory_limit_bytes:
+        return float("inf")
+    return sum(t.bound.cost_s + t.step_s for t in problem.programs())
+
+
+def _plan_one(
+    problem: PlanningProblem, policy: str, least_s: float, fastest_s: float
+) -> LayoutChoice:
+    setup, static = problem.setup, problem.memory_model.static_bytes
     nothing = float("inf")
-    if static > problem.memory_limit_bytes:
+    if least_s == nothing:
         return LayoutChoice(setup, nothing, static, "weights and optimizer exceed the memory")
-    bound_s = sum(t.bound.cost_s + t.step_s for t in problem.programs())
-    if bound_s > _HOPELESS * fastest_s:
-        return LayoutChoice(setup, nothing, static, f"cannot be below {bound_s:.3f} s")
+    if least_s > _HOPELESS * fastest_s:
+        return LayoutChoice(setup, nothing, static, f"cannot be below {least_s:.3f} s")
     try:
         predicted = make_plan(problem, policy, advise=False).predicted
     except InfeasibleError:
-        return LayoutChoice(setup, nothing, static, "no plan fits the memory")
+        return LayoutChoice(setup, nothing, static, _TOO_LARGE)
     return LayoutChoice(setup, predicted["makespan_s"], predicted["peak_memory_bytes"])
 
 

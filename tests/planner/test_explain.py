@@ -1,5 +1,8 @@
 """Explanations add up, the critical path is the predicted time, and searched layouts are valid."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from psrl.core.errors import InfeasibleError
@@ -13,6 +16,7 @@ from psrl.planner import (
     search_progress,
 )
 from psrl.planner.critical_path import StageOp, critical_path
+from psrl.planner.layout_search import layouts_of
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 
 
@@ -81,6 +85,37 @@ def test_searched_layouts_use_all_devices_and_the_front_is_not_beaten() -> None:
             or any((o.time_s, o.peak_bytes) == (choice.time_s, choice.peak_bytes) for o in front)
         )
     assert len(format_choices(choices).splitlines()) == len(choices) + 1
+
+
+def test_the_search_finds_the_fastest_of_all_layouts_and_budgets() -> None:
+    setup = make_setup(2, 2, max_tokens=16)
+    problem = problem_of(nasty_batch(3, 6), setup, ("update",))
+    times_s = []
+    for parallel, budget in product(layouts_of(setup), (8, 16, 32)):
+        planning = setup.planning.model_copy(update={"max_tokens_per_micro_batch": budget})
+        changed = setup.model_copy(update={"parallel": parallel, "planning": planning})
+        plan = make_plan(problem_of(problem.batch, changed, ("update",)), "dfs_cut")
+        times_s.append(plan.predicted["makespan_s"])
+    choices = search_layouts(problem, "dfs_cut")
+    assert choices[0].time_s == pytest.approx(min(times_s))
+    skipped = [c for c in choices if c.reason.startswith("cannot be below")]
+    assert all(float(c.reason.split()[3]) >= choices[0].time_s for c in skipped)
+
+
+def test_a_smaller_budget_is_tried_where_nothing_fits() -> None:
+    problem = problem_of(nasty_batch(3, 6), make_setup(2, 2, max_tokens=16), ("update",))
+    memory = problem.memory_model.static_bytes + 1
+    device = problem.setup.cluster.device.model_copy(
+        update={"memory_bytes": int(memory / problem.setup.planning.memory_fraction) + 1}
+    )
+    cluster = problem.setup.cluster.model_copy(update={"device": device})
+    full = replace(problem, setup=problem.setup.model_copy(update={"cluster": cluster}))
+    choices = search_layouts(full, "dfs_cut")
+    too_large = [c.setup for c in choices if c.is_too_large]
+    tried = [(s.parallel, s.planning.max_tokens_per_micro_batch) for s in too_large]
+    assert sorted(budget for _, budget in tried) == len(tried) // 2 * [8] + len(tried) // 2 * [16]
+    assert all((parallel, 24 - budget) in tried for parallel, budget in tried)
+    assert too_large
 
 
 def test_the_advice_of_an_infeasible_plan_is_true() -> None:
