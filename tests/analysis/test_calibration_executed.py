@@ -159,6 +159,7 @@ def write_run(folder: Path, plan: Plan, **how: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_known_coefficients_are_recovered(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / f"run{i}", make_plan(i, num_steps=3, num_layers=layers))
@@ -183,6 +184,7 @@ def test_known_coefficients_are_recovered(tmp_path: Path) -> None:
     assert all(row.mean_percent < 3.0 for row in calibration.errors)
 
 
+@pytest.mark.slow
 def test_overlapping_host_is_recognised(tmp_path: Path) -> None:
     overlapping = TRUTH.model_copy(update={"join_exponent": 8.0, "host_layer_s": 60e-3})
     run = write_run(tmp_path / "run", make_plan(3, num_steps=2, count=30), truth=overlapping)
@@ -191,6 +193,7 @@ def test_overlapping_host_is_recognised(tmp_path: Path) -> None:
     assert calibration.coefficients.host_layer_s == pytest.approx(60e-3, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_host_that_computes_overlaps_with_nothing(tmp_path: Path) -> None:
     overlapping = TRUTH.model_copy(update={"join_exponent": 8.0})
     plan = make_plan(3, num_steps=2, count=30)
@@ -200,6 +203,7 @@ def test_a_host_that_computes_overlaps_with_nothing(tmp_path: Path) -> None:
     assert calibrate_executed([run]).coefficients.join_exponent == 1.0
 
 
+@pytest.mark.slow
 def test_sizes_that_only_scale_separate_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", make_plan(0, proportional=True, count=8))
     calibration = calibrate_executed([run])
@@ -284,6 +288,7 @@ def test_few_micro_batches_are_refused(tmp_path: Path) -> None:
         calibrate_executed([run])
 
 
+@pytest.mark.slow
 def test_command_writes_a_model_and_checks_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +311,7 @@ def test_command_writes_a_model_and_checks_its_error(
     assert load_calibration(out) == calibration, "the model is written, whatever its error"
 
 
+@pytest.mark.slow
 def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", make_plan(0, count=6))
     output = OutputOptions(json=True, quiet=False)

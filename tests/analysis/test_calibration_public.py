@@ -57,6 +57,7 @@ def test_held_out_error_meets_the_bars(a100: Calibration) -> None:
         assert errors[f"inside the domain: num_devices {devices}"].mean_percent <= 8.0
 
 
+@pytest.mark.slow
 def test_half_of_the_rows_predicts_the_other_half(iterations: Iterations) -> None:
     half = folds_of(len(iterations), 2, seed=1)
     predicted_s = held_out_s(iterations, half)

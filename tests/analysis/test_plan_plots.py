@@ -39,6 +39,7 @@ PROGRESS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_figure_has_png_svg_and_csv_and_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     batch = workloads()["chains"]
     plan, explanation = planned(batch)
@@ -90,6 +91,7 @@ def test_only_planned_layouts_are_in_the_table() -> None:
     assert table[["TP", "PP", "DP", "EP"]].iloc[0].tolist() == [2, 1, 4, 1]
 
 
+@pytest.mark.slow
 def test_one_sample_of_one_token_can_be_drawn(tmp_path: Path) -> None:
     batch = tree_batch([(1, [])])
     plan, explanation = planned(batch, 2)

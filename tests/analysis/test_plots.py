@@ -56,6 +56,7 @@ def draw(run: Path, name: str) -> tuple[Figure, pd.DataFrame]:
     return figures[name](), data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_saving_twice_gives_equal_bytes_and_leaves_the_settings_alone(
     executed_run: Path, tmp_path: Path, name: str
@@ -74,6 +75,7 @@ def test_saving_twice_gives_equal_bytes_and_leaves_the_settings_alone(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_axes_have_units_and_no_text_is_cut_off(executed_run: Path, name: str) -> None:
     fig, _ = draw(executed_run, name)
@@ -158,6 +160,7 @@ def test_worker_times_are_those_of_the_metrics(comparison_run: Path) -> None:
     assert data["bubble_fraction"].tolist() == [0.2, 0.2, 0.08, 0.08]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(0, 9), st.floats(0.1, 3)),
@@ -189,6 +192,7 @@ def test_worker_times_agree_with_the_metrics(rows: list[tuple[int, int, float, f
     assert times_s.max() == pytest.approx(metrics["worker_time_max_s"])
 
 
+@pytest.mark.slow
 def test_figures_survive_a_rank_without_work_and_a_forward_only_run(
     comparison_run: Path, tmp_path: Path
 ) -> None:

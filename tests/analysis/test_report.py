@@ -63,6 +63,7 @@ def test_report_is_self_contained(executed_run: Path) -> None:
     assert "hand &lt;made&gt;" in html
 
 
+@pytest.mark.slow
 def test_report_is_deterministic_and_leaves_the_pictures(comparison_run: Path) -> None:
     first = write_report(comparison_run).read_bytes()
     write_json(comparison_run / "manifest.json", {"plan_time_s": {"psrl": 3.0}})
@@ -147,6 +148,7 @@ def test_an_idle_rank_is_told_in_words(comparison_run: Path) -> None:
     assert sentence.startswith("In the update phase of psrl a rank has nothing to do")
 
 
+@pytest.mark.slow
 def test_a_lone_baseline_has_a_report(comparison_run: Path) -> None:
     for path in sorted((comparison_run / "policies" / "psrl").iterdir()):
         path.unlink()

@@ -61,6 +61,7 @@ def test_micro_batches_are_those_of_the_slowest_ranks_last_stage(comparison_run:
     assert fig.axes[0].get_title("right") == "largest over mean: forward 1.00x, backward 1.00x"
 
 
+@pytest.mark.slow
 def test_every_figure_is_written_three_times(comparison_run: Path) -> None:
     drawn = write_figures(load_comparison(comparison_run))
     assert {"iteration_stack", "throughput", "micro_batch_times"} <= set(drawn)
@@ -107,6 +108,7 @@ def test_the_bound_is_a_straight_line(sweep: pd.DataFrame) -> None:
     np.testing.assert_allclose(np.asarray(psrl.get_ydata()), [1.6, 8])
 
 
+@pytest.mark.slow
 def test_a_sweep_draws_what_it_varies(sweep: pd.DataFrame, tmp_path: Path) -> None:
     drawn = write_sweep_figures(sweep, tmp_path / "all")
     assert set(drawn) == {"scaling_a", "scaling_b", "prefix_rate"}

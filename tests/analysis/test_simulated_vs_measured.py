@@ -164,6 +164,7 @@ def test_curves_hold_every_op_of_the_fullest_device() -> None:
     assert titles == ["equal, byte by byte"] * 3
 
 
+@pytest.mark.slow
 def test_the_command_and_its_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["compare", "--measured", str(MEASURED), "--simulated", str(SIMULATED)]
     run = tmp_path / "run"

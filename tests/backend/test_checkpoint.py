@@ -118,6 +118,7 @@ PP3 = ParallelConfig(pipeline_model_parallel_size=3)
 DP2 = ParallelConfig(data_parallel_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "parallel", "dtype"),
     [
@@ -146,6 +147,7 @@ def test_resuming_repeats_every_bit(
                 assert torch.equal(found.weights[name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "first", "second"),
     [
@@ -206,6 +208,7 @@ def sharded_bytes(parallel: ParallelConfig) -> tuple[int, dict[str, Tensor]]:
         return optimizer.nbytes, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_sharded_over_data_parallel_ranks() -> None:
     whole, wanted = run_ranks(sharded_bytes, 1, ONE, timeout_s=60)[0]
     for nbytes, weights in run_ranks(sharded_bytes, 2, DP2, timeout_s=60):
@@ -225,6 +228,7 @@ def die_while_saving(path: Path, parallel: ParallelConfig) -> None:
     train(MOE, parallel, cases(MOE, 2)[:1], None, path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_saving_leaves_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "iteration_1"
     with pytest.raises(BackendError, match="rank 1 died"):
@@ -245,6 +249,7 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "message"),
     [

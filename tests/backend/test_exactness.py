@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ def largest(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(e[name] for e in errors) for name in errors[0]}
 
 
+@pytest.mark.slow
 def test_random_plans_equal_samples_alone_in_fp64() -> None:
     errors = largest(run_ranks(compare_alone, 1, SEEDS, torch.float64, timeout_s=300)[0])
     assert max(errors.values()) <= 1e-10, errors
@@ -84,6 +86,7 @@ def check_parallel(parallel: ParallelConfig, seeds: range) -> None:
         assert errors["logprob"] <= 2e-5, errors
 
 
+@pytest.mark.slow
 def test_tensor_parallel_equals_samples_alone() -> None:
     check_parallel(ParallelConfig(tensor_model_parallel_size=2), range(8))
 
@@ -131,6 +134,7 @@ def cut_outcomes(num_cuts: int) -> list[tuple[float, float]]:
     return results
 
 
+@pytest.mark.slow
 def test_the_cut_into_micro_batches_does_not_matter() -> None:
     results = np.array(run_ranks(cut_outcomes, 1, 10, timeout_s=120)[0])
     spread = np.ptp(results, axis=0) / np.abs(results[0])

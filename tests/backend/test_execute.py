@@ -157,6 +157,7 @@ def test_events_are_the_plans_ops_in_order(trace: Trace, execution: Execution) -
     assert held.max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -180,6 +181,7 @@ def test_several_processes_train_like_one(
             assert error <= 5e-6, (name, error)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_stay_equal_on_first_and_last_stage(trace: Trace) -> None:
     """The second mini-batch runs with weights after a step, so a copy left behind would show."""
     tied = TINY.model_copy(update={"tied_embeddings": True, "num_layers": 2})
@@ -192,6 +194,7 @@ def test_tied_embeddings_stay_equal_on_first_and_last_stage(trace: Trace) -> Non
     np.testing.assert_allclose(two.logprob, one.logprob, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_events_of_all_ranks_and_stages_are_sane(trace: Trace) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_model_parallel_size=3)
     plan, batch = make_plan(trace, parallel), trace.iteration(0)
@@ -218,6 +221,7 @@ def test_events_of_all_ranks_and_stages_are_sane(trace: Trace) -> None:
     assert metrics["phases"]["update"]["executed_tokens"] == sum(p.unique_tokens for p in updates)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_leaves_nothing_half_written(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +242,7 @@ def test_a_rank_that_dies_leaves_nothing_half_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_repeats_change_no_result(trace: Trace, execution: Execution) -> None:
     again = execute(make_plan(trace), trace, replace(OPTIONS, warmup=1, repeat=2))
     assert again.loss == execution.loss
@@ -245,6 +250,7 @@ def test_repeats_change_no_result(trace: Trace, execution: Execution) -> None:
     assert again.events.op.tolist() == execution.events.op.tolist()
 
 
+@pytest.mark.slow
 def test_bfloat16_follows_float32(trace: Trace, execution: Execution) -> None:
     low = execute(make_plan(trace), trace, replace(OPTIONS, dtype="bfloat16"))
     assert low.dtype == "bfloat16"

@@ -69,6 +69,7 @@ def die_in_the_second_mini_batch(run: Any) -> Any:
     return dying
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "model", "options"),
     [
@@ -117,6 +118,7 @@ def test_a_killed_iteration_is_repeated_bit_for_bit(
     assert not any(torch.equal(one[name], before[name]) for name in one if "main." in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [(DP2, PP3), pytest.param(PP3, TP2, marks=pytest.mark.slow)],
@@ -140,6 +142,7 @@ def test_another_layout_resumes_within_rounding(
     assert 0 < error <= 1e-4 * size
 
 
+@pytest.mark.slow
 def test_resuming_continues_the_policy_and_keeps_the_reference(
     trace: Trace, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_resuming_continues_the_policy_and_keeps_the_reference(
     assert np.abs(forward.old_logprob - second.old_logprob).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_saving_leaves_nothing(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +180,7 @@ def test_a_rank_that_dies_while_saving_leaves_nothing(
     assert checkpoints(tmp_path / "checkpoints") == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_resumed_is_said(trace: Trace, tmp_path: Path) -> None:
     plan, root = make_plan(trace), tmp_path / "run"
     with pytest.raises(BackendError, match="no complete checkpoint to resume from"):

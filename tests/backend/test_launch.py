@@ -67,6 +67,7 @@ def test_a_dead_rank_is_named() -> None:
         run_ranks(die_on_rank_one, 2, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_timeout() -> None:
     with pytest.raises(BackendError, match=r"ranks \[0, 1\] did not finish within 1 s"):
         run_ranks(wait_for_each_other, 2, timeout_s=1.0)

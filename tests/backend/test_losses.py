@@ -106,6 +106,7 @@ def train_both(
     return cases, alone, shared
 
 
+@pytest.mark.slow
 def test_losses_equal_those_of_samples_alone() -> None:
     outcomes = run_ranks(train_both, 1, range(1, 4), torch.float64, timeout_s=300)[0]
     for case, alone, shared in zip(*outcomes, strict=True):
@@ -118,6 +119,7 @@ def run_parallel(cases: list[Case], parallel: ParallelConfig) -> list[Outcome]:
         return [replace(run_case(c, torch.float32, pipeline=pipeline), events=None) for c in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -137,6 +139,7 @@ def test_losses_do_not_depend_on_the_parallel_sizes(parallel: ParallelConfig) ->
         assert error["loss"] <= 5e-6, error
 
 
+@pytest.mark.slow
 def test_the_cases_clip_and_differ() -> None:
     """Ratios lie on both sides of the limits, and no two options give the same loss."""
     cases, alone, _ = run_ranks(train_both, 1, [3], torch.float64, 1, False, timeout_s=60)[0]

@@ -50,6 +50,7 @@ def full_weights(
         return full, gradients.norm(), [name for name, _ in named]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "parallel"),
     [
@@ -131,6 +132,7 @@ def execute(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution:
     return run_ranks(execute_plan, plan.parallel.world_size, plan, trace, options, timeout_s=120)[0]
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts_trains_the_same_on_two_layouts(trace: Trace) -> None:
     """Two optimizer steps of GSPO with both router losses; the second sees the first's weights."""
     one = execute(coupled_plan(trace, ParallelConfig()), trace, OPTIONS)
@@ -179,6 +181,7 @@ def test_ranks_that_share_experts_are_checked_before_the_start(trace: Trace) -> 
         check_executable(broken, trace, OPTIONS)
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_for_both_policies(trace: Trace, tmp_path: Path) -> None:
     spec = TINY
     write_hf(tmp_path / "policy", spec)

@@ -160,6 +160,7 @@ def run_shared(
         ]
 
 
+@pytest.mark.slow
 def test_experts_equal_samples_alone_in_fp64() -> None:
     cases = [moe_case(seed) for seed in range(8)]
     cases += [replace(moe_case(3), loss=GSPO)]
@@ -181,6 +182,7 @@ TP2_EP2 = ParallelConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "dispatcher"),
     [
@@ -221,6 +223,7 @@ def without_multiplicity(cases: list[Case]) -> list[Outcome]:
     return run_shared(cases, torch.float64, ROUTER, ParallelConfig())
 
 
+@pytest.mark.slow
 def test_forgetting_multiplicity_is_noticed() -> None:
     cases = [moe_case(seed) for seed in range(4)]
     wanted = run_ranks(run_alone, 1, cases, torch.float64, ROUTER, timeout_s=120)[0]

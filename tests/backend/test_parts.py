@@ -122,6 +122,7 @@ def full_weights(size: int, perturb: float) -> dict[str, torch.Tensor]:
         return gather_full(model.named_parameters(), ParallelGroups.current())
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_the_parallel_size() -> None:
     one = run_ranks(full_weights, 1, 1, 0.0, timeout_s=60)[0]
     two = run_ranks(full_weights, 2, 2, 0.0, timeout_s=60)[1]

@@ -101,6 +101,7 @@ def largest_errors(
     return {name: max(e[name] for rank in ranks for e in rank) for name in ranks[0][0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "seeds"),
     [
@@ -168,6 +169,7 @@ def off_full_and_ancestors(case: Case) -> list[Case]:
 LAYOUTS = {"pp2": PP2, "pp4": PP4, "dp2-pp2": DP2_PP2, "tp2-pp2": TP2_PP2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_and_recompute_modes_in_float32(layout: str, num_seeds: int) -> None:
@@ -198,6 +200,7 @@ def cut(case: Case, one_token: bool) -> Case:
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_cuts_from_one_token_to_the_whole_batch() -> None:
     cases = make_cases(range(40), PP2)
     case = min(cases, key=lambda c: abs(c.planned.tree.unique_tokens - 15))
@@ -223,6 +226,7 @@ def loss_and_norm(
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(3))
 def test_ten_cuts_of_a_batch_give_one_loss(batch: int) -> None:
     case = make_cases([batch], PP2)[0]
@@ -264,6 +268,7 @@ def train(cases: list[Case], parallel: ParallelConfig) -> None:
             run_case(case, torch.float32, pipeline=pipeline)
 
 
+@pytest.mark.slow
 def test_a_rank_without_work_still_trains() -> None:
     """One sample on two ranks: the pipeline of the other rank only reduces gradients."""
     cases = [c for c in make_cases(range(60), DP2_PP2) if c.planned.batch.num_samples == 1][:3]
@@ -276,6 +281,7 @@ class RefusedError(BackendError):
     """Raised on purpose."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [True, False], ids=["killed", "raises"])
 def test_a_rank_that_fails_inside_a_pipeline_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, dies: bool

@@ -44,6 +44,7 @@ def memory_model(case: Case, parallel: ParallelConfig) -> MemoryModel:
     return MemoryModel(case.spec, cluster, parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [PP4, DP2_PP2], ids=["pp4", "dp2-pp2"])
 def test_kv_bytes_equal_the_simulated_ledger_on_every_stage(parallel: ParallelConfig) -> None:
     """Cached keys, their gradients and logits, op by op; ops are those of the stage."""
@@ -107,6 +108,7 @@ def sized_case(size: tuple[int, ...], activation: str, variant: int) -> Case:
     return Case(planned, spec, known, PPO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [ParallelConfig(), PP2], ids=["pp1", "pp2"])
 def test_activation_model_equals_what_autograd_keeps(parallel: ParallelConfig) -> None:
     """Within 5 %, for plain and QK-normalised attention; dropping, a first stage keeps less."""

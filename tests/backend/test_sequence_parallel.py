@@ -38,6 +38,7 @@ def run_cases(seeds: range, parallel: ParallelConfig) -> list[Outcome]:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -85,6 +86,7 @@ def held_bytes() -> tuple[int, int]:
     return held[0], held[1]
 
 
+@pytest.mark.slow
 def test_a_slice_of_the_rows_keeps_less() -> None:
     whole, sliced = run_ranks(held_bytes, 2, timeout_s=60)[0]
     assert sliced < 0.9 * whole

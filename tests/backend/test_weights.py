@@ -199,6 +199,7 @@ MOE_LAYOUT = ParallelConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parallel", "num_files"),
     [

@@ -60,6 +60,7 @@ def test_validate(capsys: Capture) -> None:
     assert run_json(capsys, "trace", "validate", TRACE)["logical_tokens"] == 1_643_566
 
 
+@pytest.mark.slow
 def test_plan_and_simulate_twice_give_the_same_bytes(
     small_trace: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -169,6 +170,7 @@ def test_mistyped_key_of_a_cluster_file(tmp_path: Path, capsys: Capture) -> None
     assert "Did you mean 'num_hosts'?" in message
 
 
+@pytest.mark.slow
 def test_infeasible_memory_budget(tmp_path: Path, capsys: Capture) -> None:
     message = fails(
         capsys,
@@ -265,6 +267,7 @@ def test_a_plan_that_does_not_fit_is_simulated_and_said(
     assert (run / "timeline.json.gz").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_calibration_reaches_planner_and_simulator(
     small_trace: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -55,6 +55,7 @@ def compared(capsys: Capture, trace: Path, cluster: Path, folder: Path, *more: s
     return run(capsys, *command, *policies, *more)
 
 
+@pytest.mark.slow
 def test_a_comparison_warns_in_table_json_metrics_and_report(
     setting: tuple[Path, Path, Path],
     tmp_path: Path,
@@ -81,6 +82,7 @@ def test_a_comparison_warns_in_table_json_metrics_and_report(
         assert warning.replace("'", "&#39;") in report
 
 
+@pytest.mark.slow
 def test_plan_and_simulation_warn(
     setting: tuple[Path, Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
@@ -96,6 +98,7 @@ def test_plan_and_simulation_warn(
     assert stored["warnings"] == found["warnings"]
 
 
+@pytest.mark.slow
 def test_nobody_warns_inside_the_domain_or_without_a_calibration(
     setting: tuple[Path, Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:

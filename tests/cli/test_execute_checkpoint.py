@@ -26,6 +26,7 @@ def execute(tmp_path: Path, run: str, *flags: str) -> int:
     return main([*command, "--run-dir", str(tmp_path / run), *checkpoint, *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trace")
 def test_two_runs_continue_one_training(tmp_path: Path, capsys: Capture) -> None:
     rate = ("--learning-rate", "0.01")

@@ -185,6 +185,7 @@ def gradient_norm(run: Path) -> float:
     return norms[0]
 
 
+@pytest.mark.slow
 def test_token_advantages_replace_those_of_samples(trace: Trace, tmp_path: Path) -> None:
     """Twice the advantage in a file of another order gives twice the gradient."""
     table = advantages(trace)

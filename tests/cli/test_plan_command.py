@@ -44,6 +44,7 @@ def plan(trace: Path, out: Path, *more: object) -> list[str]:
     return [str(a) for a in (*fixed, *more)]
 
 
+@pytest.mark.slow
 def test_figures_are_written_beside_their_numbers(
     small_trace: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -86,6 +87,7 @@ def test_an_existing_plan_is_refused_before_anything_is_planned(
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_takes_own_policies_by_plain_names_only(
     small_trace: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

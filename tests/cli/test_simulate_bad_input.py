@@ -62,6 +62,7 @@ def test_impossible_setups_say_the_arithmetic(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_told_with_its_bytes(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "plan"
     command = ["plan", "--trace", str(TRACE), "--cluster", str(GPUS), "--out", str(out), "--quiet"]

@@ -29,6 +29,7 @@ def sweep(trace: Path, run: Path, *more: str) -> int:
     return main([*base, *policies, *more])
 
 
+@pytest.mark.slow
 def test_rows_pictures_and_speed_ups(trace: Path, tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
     capsys.readouterr()
@@ -52,6 +53,7 @@ def test_rows_pictures_and_speed_ups(trace: Path, tmp_path: Path, capsys: Captur
         assert f"| `{name}`" in text
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_a_row_with_its_reason(
     trace: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -62,6 +62,7 @@ def test_tree_traces_show_tree_modes(synthetic: Path, capsys: pytest.CaptureFixt
     assert "within mini-batch" in text
 
 
+@pytest.mark.slow
 def test_plots_come_with_their_numbers(synthetic: Path, tmp_path: Path) -> None:
     folder = tmp_path / "plots"
     arguments = ["trace", "stats", str(synthetic / "tree_step"), "--plots", str(folder), "--quiet"]
@@ -96,6 +97,7 @@ def test_slice_writes_another_mode(
     assert "Did you mean 'tree'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_merge_appends_or_joins(
     synthetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

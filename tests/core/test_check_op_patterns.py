@@ -115,6 +115,7 @@ def fewer_ops(program: Program, ops: list[OpList], rank: int) -> tuple[Program, 
     return replace(program, micro_batches=left), [*ops[:rank], mine, *ops[rank + 1 :]]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 100_000), st.sampled_from([(2, 1), (4, 1), (4, 2)]))
 def test_ranks_in_step_pass_however_they_number_their_micro_batches(
     seed: int, sizes: tuple[int, int]
@@ -124,6 +125,7 @@ def test_ranks_in_step_pass_however_they_number_their_micro_batches(
     check_plan(plan_of(planned.program, ops, expert_parallel(*sizes)), planned.batch)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 100_000),
     st.sampled_from([other_backward_order, other_activation, fewer_ops]),

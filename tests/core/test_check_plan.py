@@ -257,6 +257,7 @@ def test_memory() -> None:
     assert "max_tokens_per_micro_batch" in caught.value.hint
 
 
+@pytest.mark.slow
 @given(st.integers(0, 100_000), st.data())
 def test_one_changed_cell_is_refused_without_a_traceback(seed: int, data: st.DataObject) -> None:
     case = random_case(seed)

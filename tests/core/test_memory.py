@@ -85,6 +85,7 @@ def test_logits_exist_one_chunk_at_a_time() -> None:
     assert state.logits_bytes == HEAD_CHUNK_TOKENS * LOGITS
 
 
+@pytest.mark.slow
 @given(st.integers(0, 100_000))
 def test_all_is_free_at_the_end_and_forward_only_holds_nothing(seed: int) -> None:
     case = random_case(seed)

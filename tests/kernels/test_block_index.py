@@ -35,6 +35,7 @@ def ancestor_mask(parent: np.ndarray) -> np.ndarray:
     return mask
 
 
+@pytest.mark.slow
 def test_runs_match_the_rule_row_by_row() -> None:
     num_cached = 0
     for seed in range(200):
@@ -51,6 +52,7 @@ def test_runs_match_the_rule_row_by_row() -> None:
     assert num_cached > 1000
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(0, 150), st.integers(1, 30))
 def test_parent_pointers_give_the_same_rows(seed: int, num_tokens: int, longest: int) -> None:
     segments = random_forest(np.random.default_rng(seed), num_tokens, longest)

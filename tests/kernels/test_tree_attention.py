@@ -44,6 +44,7 @@ def compare(case: RandomProgram, rows: Rows, implementation: Implementation) -> 
     return worst_error(run_sharing(case, rows, weights, implementation), expected)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_random_programs_match_samples_alone(implementation: Implementation) -> None:
     reads = 0
@@ -66,6 +67,7 @@ def test_head_ratios_and_chain_lengths(
     assert compare(case, rows, implementation) <= 1e-10
 
 
+@pytest.mark.slow
 @every_implementation
 def test_uncut_chain_longer_than_one_square(implementation: Implementation) -> None:
     case = branching_case(1200, max_micro_batches=1)
@@ -74,6 +76,7 @@ def test_uncut_chain_longer_than_one_square(implementation: Implementation) -> N
     assert compare(case, rows, implementation) <= 1e-10
 
 
+@pytest.mark.slow
 def test_parts_match_reference_in_float32() -> None:
     for seed in range(40):
         case = (
@@ -87,6 +90,7 @@ def test_parts_match_reference_in_float32() -> None:
         assert worst_error(parts, reference) <= 2e-5, f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 300])
 @pytest.mark.parametrize(
     ("implementation", "plain"), [("parts", sdpa_attention), ("reference", plain_attention)]
@@ -186,6 +190,7 @@ class PoisonedStore(DictStore):
         return tuple(x.masked_fill(~seen[:, None, None], torch.nan) for x in rows)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_unseen_cached_rows_may_hold_anything(implementation: Implementation) -> None:
     num_poisoned = 0

@@ -77,6 +77,7 @@ def buffer_store(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Li
     return store
 
 
+@pytest.mark.slow
 @both_reads
 @pytest.mark.parametrize("seed", range(4))
 def test_random_forests_in_several_micro_batches(seed: int, use_tma: bool) -> None:
@@ -106,6 +107,7 @@ def test_short_floats(dtype: torch.dtype, use_tma: bool) -> None:
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 63, 111])
 def test_stars_and_chains_of_odd_lengths(length: int) -> None:
     chain = [Segment(-1, length)]
@@ -143,6 +145,7 @@ def poisoned(x: Tensor, rows: int = 40) -> Tensor:
     return inside.copy_(x)
 
 
+@pytest.mark.slow
 @both_reads
 def test_padding_may_hold_anything(use_tma: bool) -> None:
     segments = random_forest(np.random.default_rng(11), 70, 12)
@@ -181,6 +184,7 @@ def test_gradients_of_unseen_rows_stay(use_tma: bool) -> None:
         assert (total[27:] == 0).all()
 
 
+@pytest.mark.slow
 def test_recompute_gives_the_same_bits_and_adds_gradients_once() -> None:
     segments = random_forest(np.random.default_rng(2), 60, 12)
     inputs, micro_batches = (
@@ -352,6 +356,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=range(len(MUTANTS)))
 def test_planted_bugs_are_caught(
     module: ModuleType, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

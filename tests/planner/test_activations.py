@@ -90,6 +90,7 @@ def test_the_lowest_peak_equals_brute_force(seed: int, num_stages: int) -> None:
     assert sizes.usage(lowest_peak(sizes)).max() <= best * 1.001
 
 
+@pytest.mark.slow
 def test_a_tight_memory_is_met_with_little_repeated_work() -> None:
     batch = workloads()["one_group"]
     setup = make_moe_setup(1, 2, max_tokens=512)

@@ -35,6 +35,7 @@ def long_sample_setup(extra_bytes: int):
     return batch, setup, memory
 
 
+@pytest.mark.slow
 def test_a_sample_larger_than_any_rank_says_so_without_trying_budgets() -> None:
     batch, setup, memory = long_sample_setup(2**20)
     assert least_bytes(memory, 3000) > memory.static_bytes + 2**20

@@ -46,6 +46,7 @@ def patterns(plan: Plan) -> list[list[list[tuple[str, str, int]]]]:
     return found
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     num_samples=st.integers(1, 10),

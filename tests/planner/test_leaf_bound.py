@@ -16,6 +16,7 @@ from tests.planner.test_bounds import sample_placement_work_s
 from tests.planner.test_placement_optimal import every_placement_s, random_tree
 
 
+@pytest.mark.slow
 def test_no_bound_exceeds_the_optimum_of_200_cases() -> None:
     by_copies, by_leaves = [], []
     for seed in range(200):
@@ -81,6 +82,7 @@ def test_it_raises_the_bound_where_ranks_hold_few_leaves() -> None:
     assert raise_by_leaves(tree, 10, low, worst_s, 0) == low
 
 
+@pytest.mark.slow
 def test_optimal_reports_the_raised_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement_optimal, "_ROUNDS_PER_WORK", 150)
     target = few_leaves_per_rank()

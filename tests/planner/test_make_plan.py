@@ -12,6 +12,7 @@ from psrl.planner import POLICIES, make_plan
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_same_input_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     setup = make_setup(3, max_tokens=512)
@@ -46,6 +47,7 @@ def test_a_plan_that_cannot_fit_says_by_how_much(name: str) -> None:
     assert "max_tokens_per_micro_batch" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_held_micro_batches_keep_less_only_where_memory_demands_it() -> None:
     # One long path: every micro-batch is read by all later ones, so all are held.
     batch = workloads()["long_path"]

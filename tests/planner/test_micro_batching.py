@@ -76,6 +76,7 @@ def test_equal_tokens_where_equal_costs_break_the_budget() -> None:
     assert np.diff(bounds).tolist() == [1] * 1000
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     num_samples=st.integers(1, 12),
@@ -123,6 +124,7 @@ def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None
     assert lean.peak_bytes <= best_group_program([view], rules, 0.0).program.peak_bytes
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     num_ranks=st.sampled_from([1, 2]),

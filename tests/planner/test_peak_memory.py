@@ -26,6 +26,7 @@ def ledger_peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -
     return peak
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     num_stages=st.sampled_from([1, 2, 4]),
@@ -49,6 +50,7 @@ def test_peak_equals_the_ledger(
             assert peak_bytes(mine, tree, memory) == ledger_peak_bytes(mine, tree, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chains", "long_path"])
 def test_peak_equals_the_ledger_where_memory_is_tight(shape: str) -> None:
     batch = workloads()[shape]

@@ -59,6 +59,7 @@ def test_optimal_and_the_bound_equal_brute_force_over_samples(
         assert draft.bound.cost_s == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000), num_leaves=st.integers(2, 7), num_ranks=st.integers(2, 3))
 @settings(max_examples=60)
 def test_subsets_and_solver_find_the_lowest_maximum_and_no_bound_exceeds_it(
@@ -110,6 +111,7 @@ def few_leaves() -> tuple[CostTree, np.ndarray, float]:
     return target.cost_tree, np.arange(48) // 3, target.bound.cost_s
 
 
+@pytest.mark.slow
 def test_a_few_ranks_at_a_time_improve_the_placement_reproducibly() -> None:
     tree, start, bound_s = few_leaves()
     runs = [improve_few_ranks(tree, start, 16, bound_s, 0.5, 1) for _ in range(2)]

@@ -55,6 +55,7 @@ def test_a_batch_without_tokens_has_an_empty_plan(name: str) -> None:
     assert all(len(program.segments) == 0 for program in plan.programs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("shape", sorted(workloads()))
 def test_psrl_is_never_slower_than_another_policy(shape: str, num_stages: int) -> None:

@@ -93,6 +93,7 @@ def allocated_per_op(plan: Plan, batch: SampleBatch) -> np.ndarray:
     return simulate(plan, batch).kv_bytes
 
 
+@pytest.mark.slow
 @few
 @given(cases)
 def test_each_policy_holds_at_least_as_much_as_the_finer_one(case: tuple[int, int, int]) -> None:

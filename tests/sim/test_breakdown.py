@@ -33,6 +33,7 @@ def forward_plan(batch: SampleBatch, samples: list[list[int]], num_stages: int =
     return make_plan([program], len(samples), num_stages)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.integers(0, 10**6),

@@ -156,6 +156,7 @@ def test_a_block_that_is_never_released_is_refused() -> None:
         simulate(plan, batch, COSTS, phases=("update",))
 
 
+@pytest.mark.slow
 @few
 @given(cases)
 def test_same_input_gives_same_bytes(

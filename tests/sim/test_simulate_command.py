@@ -38,6 +38,7 @@ def simulated(capsys: Capture, planned: tuple[str, ...], run: Path, *more: str) 
     return found
 
 
+@pytest.mark.slow
 def test_options_are_in_force_and_in_the_result(
     planned: tuple[str, ...], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -46,6 +46,7 @@ def assert_same(found: Events, expected: Events) -> None:
         assert np.array_equal(getattr(found, f.name), getattr(expected, f.name)), f.name
 
 
+@pytest.mark.slow
 @few
 @given(cases)
 def test_each_stage_runs_the_op_list_of_the_schedule(case: tuple[int, int, int]) -> None:
@@ -67,6 +68,7 @@ def test_each_stage_runs_the_op_list_of_the_schedule(case: tuple[int, int, int])
             ]
 
 
+@pytest.mark.slow
 @few
 @given(cases)
 def test_bytes_equal_the_ledger_of_all_parts(case: tuple[int, int, int]) -> None:
@@ -87,6 +89,7 @@ def test_bytes_equal_the_ledger_of_all_parts(case: tuple[int, int, int]) -> None
                 assert ledger.finish().total_bytes == works[0].static_bytes
 
 
+@pytest.mark.slow
 @few
 @given(cases, st.booleans(), st.booleans())
 def test_both_engines_give_the_same_events(
@@ -194,6 +197,7 @@ def test_overlapped_buckets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.end_s.max() == 14.0
 
 
+@pytest.mark.slow
 @few
 @given(cases)
 def test_overlap_never_takes_longer(case: tuple[int, int, int]) -> None:

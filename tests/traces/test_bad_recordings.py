@@ -255,6 +255,7 @@ def damage(value: Any, data: st.DataObject) -> None:
         container[key] = data.draw(odd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", NAMES)
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -136,6 +136,7 @@ def test_markers_without_a_token_join_the_text(byte_tokenizer: str) -> None:
     assert plain.encode(call).tolist() == [*tokenizer.encode_text(text), 257]
 
 
+@pytest.mark.slow
 def test_qwen_vocabulary() -> None:
     pytest.importorskip("tiktoken")
     pytest.importorskip("dashscope")

@@ -44,6 +44,7 @@ def load_script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_script_writes_no_text_of_the_recording(
     fixtures: Path,
     tmp_path: Path,

@@ -59,6 +59,7 @@ def tree_shape(batch: SampleBatch, key: np.ndarray | None) -> set[object]:
     return nodes
 
 
+@pytest.mark.slow
 @given(step_batches())
 def test_blocks_have_the_same_trees_and_one_symbol_per_node(batch: SampleBatch) -> None:
     blocks = to_blocks(batch)
@@ -76,6 +77,7 @@ def test_blocks_have_the_same_trees_and_one_symbol_per_node(batch: SampleBatch) 
     assert blocks.loss_spans.tolist() == batch.loss_spans.tolist()
 
 
+@pytest.mark.slow
 @given(step_batches())
 def test_blocks_do_not_depend_on_token_ids(batch: SampleBatch) -> None:
     renamed = make_batch(
@@ -98,6 +100,7 @@ def test_blocks_of_iterations_share_a_table_but_no_symbol() -> None:
     assert second.symbols.tolist() == [3, 4, 3, 5]
 
 
+@pytest.mark.slow
 @given(step_batches())
 def test_traj_trains_exactly_the_tokens_of_step(batch: SampleBatch) -> None:
     try:
@@ -181,6 +184,7 @@ def test_unknown_mode_is_named() -> None:
         derive(batch, "traje")
 
 
+@pytest.mark.slow
 @given(step_batches())
 def test_stats_count_distinct_prefixes(batch: SampleBatch) -> None:
     stats = sharing_stats(batch)
@@ -213,6 +217,7 @@ def test_stats_of_nothing() -> None:
     assert stats["overall"]["speedup_bound_pairs"] == 1.0
 
 
+@pytest.mark.slow
 @given(
     step_batches(),
     *(st.none() | st.integers(1, 3) for _ in range(3)),

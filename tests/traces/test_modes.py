@@ -74,6 +74,7 @@ def generated(calls: list[Call]) -> Counter[tuple[str, tuple[int, ...]]]:
     )
 
 
+@pytest.mark.slow
 @given(branching())
 def test_each_generated_token_is_trained_once(episodes: tuple[list[Call], list[Call]]) -> None:
     once, per_leaf = episodes

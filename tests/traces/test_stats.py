@@ -21,6 +21,7 @@ def by_power(counts: Counter[int]) -> list[int]:
     return bins
 
 
+@pytest.mark.slow
 @given(step_batches())
 def test_shape_of_the_overall_tree(batch: SampleBatch) -> None:
     paths = token_paths(batch)
@@ -44,6 +45,7 @@ def test_shape_of_the_overall_tree(batch: SampleBatch) -> None:
     assert shape["num_leaves"] == sum(prefix not in children for prefix in readers)
 
 
+@pytest.mark.slow
 @given(step_batches(), step_batches())
 def test_totals_of_iterations_that_share_nothing(first: SampleBatch, second: SampleBatch) -> None:
     model = MODELS["qwen2.5-0.5b"]

@@ -142,6 +142,7 @@ def stored(spec: ModelSpec) -> dict[str, torch.Tensor]:
 TIED = TINY.model_copy(update={"tied_embeddings": True, "num_layers": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
