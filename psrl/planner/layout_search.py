@@ -78,18 +78,23 @@ def search_layouts(problem: PlanningProblem, policy: str) -> list[LayoutChoice]:
     reason.
     """
     budget = problem.setup.planning.max_tokens_per_micro_batch
-    candidates = [_with_layout(problem, parallel, budget) for parallel in layouts_of(problem.setup)]
-    bounded = [(_least_s(candidate), candidate) for candidate in candidates]
+    # The problems themselves keep prefix trees: not all of them at a time.
+    bounded = [
+        (_least_s(_with_layout(problem, parallel, budget)), parallel)
+        for parallel in layouts_of(problem.setup)
+    ]
     bounded.sort(key=lambda pair: pair[0])
     found: list[LayoutChoice] = []
     fastest_s = float("inf")
-    for least_s, candidate in bounded:
+    for least_s, parallel in bounded:
+        candidate = _with_layout(problem, parallel, budget)
         found.append(_plan_one(candidate, policy, least_s, fastest_s))
         fastest_s = min(fastest_s, found[-1].time_s)
     for choice in found.copy():
+        is_promising = not choice.reason and choice.time_s <= _PROMISING * fastest_s
         for factor in _OTHER_BUDGETS:
             other = max(1, int(budget * factor))
-            if choice.time_s <= _PROMISING * fastest_s or (choice.is_too_large and other < budget):
+            if is_promising or (choice.is_too_large and other < budget):
                 candidate = _with_layout(problem, choice.setup.parallel, other)
                 found.append(_plan_one(candidate, policy, 0.0, fastest_s))
     found.sort(key=lambda c: (c.time_s, c.peak_bytes))
