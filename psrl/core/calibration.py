@@ -73,7 +73,7 @@ class Coefficients(Spec):
             attention_efficiency=device.attention_efficiency,
             host_layer_s=device.host_layer_s,
             step_s=device.host_layer_s,
-            join_exponent=8.0 if device.host_overlaps else 1.0,
+            join_exponent=device.join_exponent,
         )
 
 

@@ -99,6 +99,11 @@ class DeviceSpec(Spec):
     )
     dtype_bytes: int = Field(default=2, ge=2, le=8)
 
+    @property
+    def join_exponent(self) -> float:
+        """Of the norm that joins host and device time of a layer: a smooth maximum, or the sum."""
+        return 8.0 if self.host_overlaps else 1.0
+
 
 class ClusterSpec(Spec):
     """Hosts of equal devices; bandwidths are per device and direction."""

@@ -138,7 +138,7 @@ class RooflineCostModel:
         if self.parallel.expert_model_parallel_size > 1:
             device_s = device_s + self._exchange_s(num_tokens)
         host_s = linear * self.cluster.device.host_layer_s * np.sign(num_tokens)
-        q = 8 if self.cluster.device.host_overlaps else 1
+        q = self.cluster.device.join_exponent
         joined: Amount = (device_s**q + host_s**q) ** (1 / q)
         return joined
 

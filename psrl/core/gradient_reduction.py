@@ -1,12 +1,9 @@
 """Time to sum gradients and to gather new weights over the ranks of equal weights."""
 
 import numpy as np
-import numpy.typing as npt
 
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig, reduction_crosses_hosts
-from .expert_parallel import expert_data_parallel_size, rank_parameters
-
-Amount = npt.NDArray[np.float64] | float
+from .expert_parallel import Amount, expert_data_parallel_size, rank_parameters
 
 
 def gradient_reduction_s(

@@ -10,12 +10,12 @@ from psrl.core.errors import ConfigError, InfeasibleError
 from .make_plan import make_plan
 from .problem import PlanningProblem
 
-# Tried where the given budget gives one of the fastest plans, or none that fits.
+# Tried where the given budget gives one of the fastest plans, one of the front, or none that fits.
 _OTHER_BUDGETS = (0.5, 2.0)
 # The search compares layouts; the chosen one is planned again with the full effort.
 _SEARCH_ITERATIONS = 100
 # A layout whose lower bound is this far above the fastest plan is not planned.
-_HOPELESS = 1.25
+_HOPELESS = 2.0
 # Other budgets are planned where the given one comes this close to the fastest plan.
 _PROMISING = 1.1
 _TOO_LARGE = "no plan fits the memory"
@@ -90,17 +90,22 @@ def search_layouts(problem: PlanningProblem, policy: str) -> list[LayoutChoice]:
         candidate = _with_layout(problem, parallel, budget)
         found.append(_plan_one(candidate, policy, least_s, fastest_s))
         fastest_s = min(fastest_s, found[-1].time_s)
-    for choice in found.copy():
-        is_promising = not choice.reason and choice.time_s <= _PROMISING * fastest_s
+    for choice in _with_front(found):
+        is_near = not choice.reason and choice.time_s <= _PROMISING * fastest_s
+        is_promising = is_near or choice.on_front
         for factor in _OTHER_BUDGETS:
             other = max(1, int(budget * factor))
             if is_promising or (choice.is_too_large and other < budget):
                 candidate = _with_layout(problem, choice.setup.parallel, other)
                 found.append(_plan_one(candidate, policy, 0.0, fastest_s))
-    found.sort(key=lambda c: (c.time_s, c.peak_bytes))
+    return _with_front(found)
+
+
+def _with_front(found: list[LayoutChoice]) -> list[LayoutChoice]:
+    """The fastest first, and marked which no other beats in both time and memory."""
     leanest = float("inf")
     marked = []
-    for choice in found:
+    for choice in sorted(found, key=lambda c: (c.time_s, c.peak_bytes)):
         on_front = not choice.reason and choice.peak_bytes < leanest
         leanest = min(leanest, choice.peak_bytes) if on_front else leanest
         marked.append(replace(choice, on_front=on_front))

@@ -10,16 +10,14 @@ from psrl.backend.execution import Execution
 from psrl.backend.loss import LossOptions
 from psrl.backend.options import ExecuteOptions
 from psrl.core.cluster import ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
+from psrl.core.config import PlanningConfig
 from psrl.core.events import Events
 from psrl.core.plan import Plan
 from psrl.core.sample import make_batch
 from psrl.core.trace import Trace, write_trace
-from psrl.planner import PlanningProblem, make_plan
 from psrl.sim import simulate
 from tests.backend.cases import TINY
-from tests.backend.test_execute import execute
-from tests.backend.test_execute import make_plan as random_plan
+from tests.backend.test_execute import execute, policy_plan
 
 pytestmark = pytest.mark.slow
 
@@ -57,14 +55,8 @@ def make_trace(path: Path) -> Trace:
 def plan(trace: Trace, parallel: ParallelConfig, policy: str) -> Plan:
     """A policy's plan with several micro-batches per rank."""
     model = TINY.model_copy(update={"num_layers": 4})
-    setup = Setup(
-        model=model,
-        cluster=random_plan(trace, parallel, model).cluster,
-        parallel=parallel,
-        planning=PlanningConfig(max_tokens_per_micro_batch=256, search_iterations=50),
-    )
-    problem = PlanningProblem(trace.iteration(0), trace.content_hash, 0, setup)
-    return make_plan(problem, policy)
+    planning = PlanningConfig(max_tokens_per_micro_batch=256, search_iterations=50)
+    return policy_plan(trace, parallel, model, policy, planning)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,12 @@ from psrl.backend.moe import Dispatcher, RouterOptions
 from psrl.backend.options import ExecuteOptions
 from psrl.core.check_ops import check_op_patterns
 from psrl.core.cluster import ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.plan import MicroBatches, Plan, Program
+from psrl.core.config import PlanningConfig
+from psrl.core.plan import MicroBatches, Program
 from psrl.core.sample import make_batch
 from psrl.core.trace import Trace, write_trace
-from psrl.planner import PlanningProblem, make_plan
 from tests.backend.cases import Case, make_case, relative_error
-from tests.backend.test_execute import execute
-from tests.backend.test_execute import make_plan as random_plan
+from tests.backend.test_execute import execute, policy_plan
 from tests.backend.test_moe import EP2, MOE, ROUTER, one_pattern, run_alone, run_shared
 
 pytestmark = pytest.mark.slow
@@ -46,6 +44,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, Dispatcher]] = {
     ),
 }
 BAR = 5e-6
+PLANNING = PlanningConfig(max_tokens_per_micro_batch=32, search_iterations=20)
 
 
 def make_trace(path: Path) -> Trace:
@@ -62,17 +61,6 @@ def make_trace(path: Path) -> Trace:
     )
     batch = replace(batch, mini_batch=np.array([0, 0, 0, 1, 2, 2]))
     return write_trace(path, [batch], source="test", licence="CC0-1.0", sampling_mode="traj")
-
-
-def policy_plan(trace: Trace, parallel: ParallelConfig, policy: str) -> Plan:
-    setup = Setup(
-        model=MOE,
-        cluster=random_plan(trace, parallel, MOE).cluster,
-        parallel=parallel,
-        planning=PlanningConfig(max_tokens_per_micro_batch=32, search_iterations=20),
-    )
-    problem = PlanningProblem(trace.iteration(0), trace.content_hash, 0, setup)
-    return make_plan(problem, policy)
 
 
 def options(dispatcher: Dispatcher) -> ExecuteOptions:
@@ -92,7 +80,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 @pytest.fixture(scope="module")
 def dense(trace: Trace) -> Execution:
     """All samples unshared, in one process."""
-    return execute(policy_plan(trace, ONE, "verl"), trace, options("alltoall"))
+    return execute(policy_plan(trace, ONE, MOE, "verl", PLANNING), trace, options("alltoall"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,7 +89,7 @@ def test_policies_with_empty_steps_train_like_dense_execution(
     trace: Trace, dense: Execution, layout: str, policy: str
 ) -> None:
     parallel, dispatcher = LAYOUTS[layout]
-    plan = policy_plan(trace, parallel, policy)
+    plan = policy_plan(trace, parallel, MOE, policy, PLANNING)
     for step in (0, 1):
         (program,) = (p for p in plan.programs if p.mini_batch == step)
         assert (program.micro_batches.num_tokens == 0).any(), "no step is empty"

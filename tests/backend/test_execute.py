@@ -19,6 +19,7 @@ from psrl.backend.options import ExecuteOptions, check_executable
 from psrl.backend.output import execute_to_directory, execution_metrics
 from psrl.backend.stage import StageRun
 from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.config import PlanningConfig, Setup
 from psrl.core.cost_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
 from psrl.core.events import Events
@@ -29,6 +30,8 @@ from psrl.core.run import RunDir
 from psrl.core.sample import SampleBatch
 from psrl.core.schedule import Op, stage_ops
 from psrl.core.trace import Trace, write_trace
+from psrl.planner import PlanningProblem
+from psrl.planner import make_plan as make_policy_plan
 from tests.backend.cases import ACTIVATIONS, TINY
 from tests.random_plans import random_batch, random_program
 
@@ -96,6 +99,16 @@ def make_plan(
     )
 
 
+def policy_plan(
+    trace: Trace, parallel: ParallelConfig, model: ModelSpec, policy: str, planning: PlanningConfig
+) -> Plan:
+    """A policy's plan on the cluster of `make_plan`."""
+    cluster = make_plan(trace, parallel, model).cluster
+    setup = Setup(model=model, cluster=cluster, parallel=parallel, planning=planning)
+    problem = PlanningProblem(trace.iteration(0), trace.content_hash, 0, setup)
+    return make_policy_plan(problem, policy)
+
+
 def execute(plan: Plan, trace: Trace, options: ExecuteOptions = OPTIONS) -> Execution:
     return run_ranks(execute_plan, plan.parallel.world_size, plan, trace, options, timeout_s=120)[0]
 
@@ -116,6 +129,14 @@ def test_phases_agree_before_the_first_step(trace: Trace, execution: Execution) 
     assert np.abs(ratio[first] - 1).max() <= 1e-6
     assert np.abs(ratio[~first] - 1).max() > 1e-3, "the first step changed nothing"
     assert np.abs(execution.reference_logprob - execution.old_logprob).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_phases_agree_within_the_rounding_that_large_weights_amplify(trace: Trace) -> None:
+    execution = execute(make_plan(trace), trace, replace(OPTIONS, init_std=0.2))
+    first = trace.iteration(0).mini_batch[execution.loss_tokens.sample] == 0
+    ratio = np.exp(execution.logprob - execution.old_logprob)
+    assert np.abs(ratio[first] - 1).max() <= 2e-6
 
 
 def test_every_loss_token_has_three_logprobs(trace: Trace, execution: Execution) -> None:

@@ -15,6 +15,7 @@ from psrl.core.plan import (
     Segments,
     Table,
 )
+from psrl.core.presets import DEVICES
 from psrl.core.sample import SampleBatch, make_batch
 from tests.random_plans import RandomProgram, random_batch, random_program
 
@@ -48,6 +49,19 @@ def cluster(num_devices: int, memory_bytes: int = 2**30) -> ClusterSpec:
         inter_host_bytes_per_s=1e9,
         intra_host_latency_s=1e-6,
         inter_host_latency_s=1e-6,
+    )
+
+
+def a100_cluster(num_hosts: int = 1, devices_per_host: int = 8, **device: float) -> ClusterSpec:
+    """Hosts of A100s on NVLink and InfiniBand."""
+    return ClusterSpec(
+        device=DEVICES["a100-80"].model_copy(update=device),
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        intra_host_bytes_per_s=300e9,
+        inter_host_bytes_per_s=25e9,
+        intra_host_latency_s=5e-6,
+        inter_host_latency_s=15e-6,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from psrl.core.calibrated_cost_model import CalibratedCostModel
 from psrl.core.calibration import Calibration, Coefficients, Domain
-from psrl.core.cluster import ClusterSpec, ModelSpec, ParallelConfig, check_layout
+from psrl.core.cluster import ModelSpec, ParallelConfig, check_layout
 from psrl.core.cost_model import MemoryModel, RooflineCostModel
 from psrl.core.expert_parallel import (
     expert_data_parallel_size,
@@ -15,7 +15,8 @@ from psrl.core.expert_parallel import (
     optimizer_shard,
     rank_parameters,
 )
-from psrl.core.presets import DEVICES, MODELS
+from psrl.core.presets import MODELS
+from tests.core.cases import a100_cluster
 
 # Attention 8 * (2 * 8 + 2 * 4) + norms 2 * 8 = 208; router 8 * 4; an expert 3 * 8 * 5 = 120.
 MOE = ModelSpec(
@@ -32,18 +33,6 @@ MOE = ModelSpec(
     moe_topk=2,
     moe_ffn_hidden_size=5,
 )
-
-
-def cluster(devices_per_host: int = 8, num_hosts: int = 1, **device: float) -> ClusterSpec:
-    return ClusterSpec(
-        device=DEVICES["a100-80"].model_copy(update=device),
-        num_hosts=num_hosts,
-        devices_per_host=devices_per_host,
-        intra_host_bytes_per_s=300e9,
-        inter_host_bytes_per_s=25e9,
-        intra_host_latency_s=5e-6,
-        inter_host_latency_s=15e-6,
-    )
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> ParallelConfig:
@@ -96,7 +85,7 @@ def test_static_bytes_by_hand() -> None:
     dense, own = 2 * (208 + 32) + 32 * 8, 2 * 120
     assert expert_data_parallel_size(parallel) == 2
     assert optimizer_shard(MOE, parallel) == dense / 8 + own / 2
-    static = MemoryModel(MOE, cluster(), parallel).static_bytes
+    static = MemoryModel(MOE, a100_cluster(), parallel).static_bytes
     assert static == (dense + own) * 6 + 12 * (dense / 8 + own / 2)
 
 
@@ -107,7 +96,7 @@ def test_a_dense_model_has_no_experts_to_count(name: str, tp: int) -> None:
     per_layer = model.attention_parameters + model.mlp_parameters
     assert expert == 0
     assert dense == (model.num_layers / 2 * per_layer + model.embedding_parameters) / tp
-    assert expert_exchange_s(model, cluster(), parallel, 1000.0) == 0.0
+    assert expert_exchange_s(model, a100_cluster(), parallel, 1000.0) == 0.0
 
 
 def test_all_shards_together_are_the_model() -> None:
@@ -120,26 +109,27 @@ def test_exchange_inside_a_host_by_hand() -> None:
     """Dispatch and combine: 1,000 tokens to 2 experts each; three of four ranks are elsewhere."""
     nbytes = 1000 * 2 * 8 * 2
     expected = 2 * (nbytes * 3 / 4 / 300e9 + 5e-6)
-    assert expert_exchange_s(MOE, cluster(), layout(dp=4, ep=4), 1000.0) == pytest.approx(expected)
+    found = expert_exchange_s(MOE, a100_cluster(), layout(dp=4, ep=4), 1000.0)
+    assert found == pytest.approx(expected)
 
 
 def test_exchange_across_hosts_takes_the_slower_link() -> None:
     """Four ranks on two hosts: half of the rows cross, a quarter stays inside the host."""
     parallel, nbytes = layout(dp=4, ep=4), 1000 * 2 * 8 * 2
-    two_hosts = cluster(devices_per_host=2, num_hosts=2)
+    two_hosts = a100_cluster(devices_per_host=2, num_hosts=2)
     expected = 2 * (nbytes / 2 / 25e9 + 15e-6)
     assert expert_exchange_s(MOE, two_hosts, parallel, 1000.0) == pytest.approx(expected)
 
 
 def test_tensor_parallel_ranks_exchange_their_share_of_the_sequence() -> None:
     nbytes = 500 * 2 * 8 * 2
-    found = expert_exchange_s(MOE, cluster(), layout(tp=2, dp=2, ep=4), 1000.0)
+    found = expert_exchange_s(MOE, a100_cluster(), layout(tp=2, dp=2, ep=4), 1000.0)
     assert found == pytest.approx(2 * (nbytes * 3 / 4 / 300e9 + 5e-6))
 
 
 def test_no_tokens_exchange_nothing() -> None:
     parallel = layout(dp=4, ep=4)
-    found = expert_exchange_s(MOE, cluster(), parallel, np.array([0.0, 1.0]))
+    found = expert_exchange_s(MOE, a100_cluster(), parallel, np.array([0.0, 1.0]))
     assert np.asarray(found)[0] == 0.0
     assert np.asarray(found)[1] > 2 * 5e-6
 
@@ -155,12 +145,12 @@ CALIBRATION = Calibration(
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_every_layer_and_direction_pays_one_exchange(calibrated: bool) -> None:
     def model(ep: int) -> RooflineCostModel | CalibratedCostModel:
-        where = cluster(host_layer_s=0.0)
+        where = a100_cluster(host_layer_s=0.0)
         if calibrated:
             return CalibratedCostModel(MOE, where, layout(pp=2, dp=4, ep=ep), CALIBRATION)
         return RooflineCostModel(MOE, where, layout(pp=2, dp=4, ep=ep))
 
-    exchange_s = 2 * expert_exchange_s(MOE, cluster(), layout(pp=2, dp=4, ep=4), 1000.0)
+    exchange_s = 2 * expert_exchange_s(MOE, a100_cluster(), layout(pp=2, dp=4, ep=4), 1000.0)
     for name in ("stage_forward_s", "stage_backward_s"):
         alone, spread = (getattr(model(ep), name)(0, 1000.0, 0.0, 0.0) for ep in (1, 4))
         assert spread - alone == pytest.approx(exchange_s)
@@ -172,9 +162,10 @@ def test_experts_are_reduced_by_those_who_hold_them(calibrated: bool) -> None:
 
     def reduction_s(ep: int) -> float:
         parallel = layout(dp=4, ep=ep)
+        where = a100_cluster()
         if calibrated:
-            return CalibratedCostModel(MOE, cluster(), parallel, CALIBRATION).gradient_reduction_s()
-        return RooflineCostModel(MOE, cluster(), parallel).gradient_reduction_s()
+            return CalibratedCostModel(MOE, where, parallel, CALIBRATION).gradient_reduction_s()
+        return RooflineCostModel(MOE, where, parallel).gradient_reduction_s()
 
     per_parameter = COEFFICIENTS.gradient_bytes_per_parameter if calibrated else 6
     dense, expert = 4 * (208 + 32) + 2 * 32 * 8, 4 * 4 * 120
@@ -188,6 +179,6 @@ def test_the_paper_layout_is_legal_and_spreads_the_experts() -> None:
     """TP4, EP8 of Megatron with each expert split in four: 32 devices, 4 experts each."""
     model = MODELS["qwen3-235b-a22b"].model_copy(update={"num_layers": 96})
     parallel = layout(tp=4, pp=12, dp=32, ep=32)
-    check_layout(model, cluster(num_hosts=192), parallel)
+    check_layout(model, a100_cluster(num_hosts=192), parallel)
     assert parallel.coupled_ranks == 8
     assert rank_parameters(model, parallel).expert == 8 * 4 * 3 * 4096 * 1536

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from psrl.core.calibrated_cost_model import CalibratedCostModel
 from psrl.core.calibration import Calibration, Coefficients, Domain
 from psrl.core.cluster import (
-    ClusterSpec,
     ParallelConfig,
     first_device,
     pipeline_link,
@@ -17,21 +16,10 @@ from psrl.core.cluster import (
 )
 from psrl.core.cost_model import RooflineCostModel
 from psrl.core.expert_parallel import expert_data_parallel_size
-from psrl.core.presets import DEVICES, MODELS
+from psrl.core.presets import MODELS
+from tests.core.cases import a100_cluster
 
 DENSE, MOE = MODELS["qwen2.5-7b"], MODELS["qwen3-moe-tiny"]
-
-
-def cluster(num_hosts: int, devices_per_host: int) -> ClusterSpec:
-    return ClusterSpec(
-        device=DEVICES["a100-80"],
-        num_hosts=num_hosts,
-        devices_per_host=devices_per_host,
-        intra_host_bytes_per_s=300e9,
-        inter_host_bytes_per_s=25e9,
-        intra_host_latency_s=5e-6,
-        inter_host_latency_s=15e-6,
-    )
 
 
 def layout(tp: int, dp: int, pp: int, ep: int = 1) -> ParallelConfig:
@@ -80,7 +68,7 @@ def test_reductions_and_messages_cross_hosts_when_their_devices_do(
     world = tp * dp * pp
     per_host = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     ep = data.draw(st.sampled_from([n for n in range(1, tp * dp + 1) if tp * dp % n == 0]))
-    where, parallel = cluster(world // per_host, per_host), layout(tp, dp, pp, ep)
+    where, parallel = a100_cluster(world // per_host, per_host), layout(tp, dp, pp, ep)
     assert bool(reduction_crosses_hosts(where, tp, dp)) == crosses(
         data_parallel_groups(parallel), per_host
     )
@@ -120,7 +108,7 @@ def test_cost_models_ask_the_same_function(
 ) -> None:
     """Two latencies per ring: reduce-scatter and all-gather, with links of endless bandwidth."""
     fast = {"intra_host_bytes_per_s": 1e30, "inter_host_bytes_per_s": 1e30}
-    where = cluster(num_hosts, 8).model_copy(update=fast)
+    where = a100_cluster(num_hosts, 8).model_copy(update=fast)
     model = MOE if parallel.expert_model_parallel_size > 1 else DENSE
     if calibrated:
         found = CalibratedCostModel(model, where, parallel, CALIBRATION).gradient_reduction_s()
