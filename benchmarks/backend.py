@@ -19,29 +19,29 @@ from typing import Literal
 import numpy as np
 import torch
 
-from psrl.backend.engine import RankEngine
-from psrl.backend.inputs import LossTokens, RankProgram, prepare_rank_program
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import LossOptions
-from psrl.backend.model import build_model
-from psrl.backend.optimizer import MainGradients
-from psrl.backend.parameters import ParallelGroups
-from psrl.backend.stage import PhaseInputs
-from psrl.backend.tokens import TokenIds
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.events import EventLog, Events
-from psrl.core.plan import Program
-from psrl.core.sample import FloatArray, SampleBatch
-from psrl.core.trace import open_trace
-from psrl.kernels.tree_attention import Implementation
-from psrl.planner.assemble import Caching, rank_program
-from psrl.planner.cut_rules import CutRule, cut_rank
-from psrl.planner.layout import Layout
+from psrl.backend.model.model import build_model
+from psrl.backend.model.parameters import ParallelGroups
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.optimizer import MainGradients
+from psrl.backend.train.stage import PhaseInputs
+from psrl.backend.train.tokens import TokenIds
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.plan.plan import Program
+from psrl.core.run.config import PlanningConfig, Setup
+from psrl.core.run.events import EventLog, Events
+from psrl.core.samples.sample import FloatArray, SampleBatch
+from psrl.core.samples.trace import open_trace
+from psrl.kernels.attention.tree_attention import Implementation
+from psrl.planner.micro_batching.all_ranks import sample_sets
+from psrl.planner.micro_batching.assemble import Caching, rank_program
+from psrl.planner.micro_batching.cut_rules import CutRule, cut_rank
+from psrl.planner.micro_batching.rank_tree import rank_view
+from psrl.planner.micro_batching.token_cuts import pieces_of
+from psrl.planner.placement.placement import Layout
 from psrl.planner.problem import PlanningProblem, ProgramProblem
-from psrl.planner.rank_micro_batches import sample_sets
-from psrl.planner.rank_view import rank_view
-from psrl.planner.token_cuts import pieces_of
 from psrl.traces.slicing import slice_batch
 
 from .measurement import Measurement

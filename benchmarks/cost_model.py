@@ -8,12 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.analysis.calibration.errors import (
-    cross_validate,
-    error_row,
-    folds_of,
-    group_folds,
-)
+from psrl.analysis.calibration.errors import cross_validate, error_row, folds_of, group_folds
 from psrl.analysis.calibration.h200_tables import calibrate_h200
 from psrl.analysis.calibration.megatron_iterations import (
     Iterations,
@@ -26,8 +21,8 @@ from psrl.analysis.calibration.vtrain import (
     iteration_errors,
     transfer_row,
 )
-from psrl.core.calibration import ErrorRow
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.cost.calibration import ErrorRow
+from psrl.core.samples.sample import FloatArray, IntArray
 
 from .measurement import Measurement
 

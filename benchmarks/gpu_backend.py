@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.core.cluster import ModelSpec, ParallelConfig
-from psrl.core.presets import MODELS
-from psrl.kernels.benchmark_table import device_name
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
+from psrl.core.cost.presets import MODELS
+from psrl.kernels.benchmark.table import device_name
 
 from .gpu_equality import equality
 from .gpu_run import Report, Run, Scale

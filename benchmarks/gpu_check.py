@@ -24,23 +24,23 @@ import torch
 import triton
 from torch import Tensor
 
-from psrl.core.packing import PackedMicroBatch
+from psrl.core.plan.packing import PackedMicroBatch
 from psrl.kernels import KeyValueStore, LinearStore
-from psrl.kernels import triton_launch as host
-from psrl.kernels.attention_index import attention_index
-from psrl.kernels.benchmark import Workload, measure
-from psrl.kernels.benchmark_table import device_name
-from psrl.kernels.check import (
+from psrl.kernels.benchmark.benchmark import Workload, measure
+from psrl.kernels.benchmark.check import (
     TOLERANCE,
     Inputs,
     check_forest,
     random_inputs,
     run_micro_batches,
 )
-from psrl.kernels.configs import KernelTiles, Tiles, can_use_tma
-from psrl.kernels.forests import pack_forest, random_forest
-from psrl.kernels.shapes import SHAPES, make_shape
-from psrl.kernels.triton_attention import triton_attention
+from psrl.kernels.benchmark.forests import pack_forest, random_forest
+from psrl.kernels.benchmark.shapes import SHAPES, make_shape
+from psrl.kernels.benchmark.table import device_name
+from psrl.kernels.triton import launch as host
+from psrl.kernels.triton.attention import triton_attention
+from psrl.kernels.triton.attention_index import attention_index
+from psrl.kernels.triton.configs import KernelTiles, Tiles, can_use_tma
 
 SWEEP = {
     "forward": [

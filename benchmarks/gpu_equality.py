@@ -3,8 +3,8 @@
 from itertools import product
 from typing import get_args
 
-from psrl.core.plan import Program
-from psrl.core.presets import DEVICES
+from psrl.core.cost.presets import DEVICES
+from psrl.core.plan.plan import Program
 
 from .backend import Bench, Recompute, dense_program, problems, shared_program
 from .gpu_run import TOLERANCE, Result, Run, dtype_name, new_bench, result, sliced, use_own_policy

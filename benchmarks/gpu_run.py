@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from psrl.backend.execute import fastest_implementation
-from psrl.backend.inputs import RankProgram
-from psrl.backend.loss import LossOptions
-from psrl.backend.stage import PhaseInputs
-from psrl.core.cluster import ModelSpec
-from psrl.core.run import finite
-from psrl.core.sample import FloatArray, SampleBatch
-from psrl.core.trace import open_trace
+from psrl.backend.train.inputs import RankProgram
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.stage import PhaseInputs
+from psrl.core.cost.cluster import ModelSpec
+from psrl.core.run.run_directory import finite
+from psrl.core.samples.sample import FloatArray, SampleBatch
+from psrl.core.samples.trace import open_trace
 from psrl.traces.slicing import slice_batch
 
 from .backend import TRACE, Bench

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from psrl.backend.inputs import RankProgram
-from psrl.core.presets import DEVICES
-from psrl.core.sample import SampleBatch
+from psrl.backend.train.inputs import RankProgram
+from psrl.core.cost.presets import DEVICES
+from psrl.core.samples.sample import SampleBatch
 from psrl.planner.problem import ProgramProblem
 
 from .backend import Bench, Times, dense_program, flops, problems, shared_program, timed

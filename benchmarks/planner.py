@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.cluster import ClusterSpec, ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.plan import MicroBatches, Plan
-from psrl.core.presets import DEVICES, MODELS
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.trace import open_trace
+from psrl.core.cost.cluster import ClusterSpec, ParallelConfig
+from psrl.core.cost.presets import DEVICES, MODELS
+from psrl.core.plan.plan import MicroBatches, Plan
+from psrl.core.run.config import PlanningConfig, Setup
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.core.samples.trace import open_trace
 from psrl.planner import POLICIES, PlanningProblem, make_plan
-from psrl.planner.bounds import copies_of
+from psrl.planner.bounds.forced_copies import copies_of
 from psrl.traces.synth import load_spec, synthesise
 
 from .measurement import Measurement

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 
 from psrl.core.errors import InfeasibleError
-from psrl.core.metrics import run_metrics
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import open_trace
+from psrl.core.plan.plan import Plan
+from psrl.core.run.metrics import run_metrics
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import open_trace
 from psrl.planner import POLICIES, PlanningProblem, make_plan
-from psrl.planner.assemble import BuiltProgram, join_ranks
-from psrl.planner.cut_rules import CutRule
-from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import cut_group
-from psrl.planner.rank_micro_batches import token_cuts
-from psrl.planner.rank_view import rank_view
-from psrl.planner.token_cuts import SNAP
+from psrl.planner.micro_batching.all_ranks import token_cuts
+from psrl.planner.micro_batching.assemble import BuiltProgram, join_ranks
+from psrl.planner.micro_batching.best_cuts import cut_group
+from psrl.planner.micro_batching.cut_rules import CutRule
+from psrl.planner.micro_batching.rank_tree import rank_view
+from psrl.planner.micro_batching.token_cuts import SNAP
+from psrl.planner.placement.placement import Layout
 from psrl.sim import simulate
 from psrl.traces.synth import load_spec, synthesise
 

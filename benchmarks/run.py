@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from psrl.core.run import environment_versions, finite
+from psrl.core.run.run_directory import environment_versions, finite
 
 from .measurement import Measurement
 

@@ -8,12 +8,12 @@ import resource
 
 import numpy as np
 
-from psrl.core.cluster import ClusterSpec, ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.metrics import PHASES
-from psrl.core.plan import Plan
-from psrl.core.presets import DEVICES, MODELS
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.cost.cluster import ClusterSpec, ParallelConfig
+from psrl.core.cost.presets import DEVICES, MODELS
+from psrl.core.plan.plan import Plan
+from psrl.core.run.config import PlanningConfig, Setup
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.planner import PlanningProblem, make_plan
 from psrl.sim import SimOptions, simulate
 from psrl.sim.options import plan_ops

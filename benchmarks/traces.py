@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.prefix_tree import build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch, make_batch, ragged_take
-from psrl.core.trace import open_trace, write_trace
+from psrl.core.samples.sample import IntArray, SampleBatch, make_batch, ragged_take
+from psrl.core.samples.trace import open_trace, write_trace
+from psrl.core.tree.prefix_tree import build_prefix_tree
 from psrl.traces.synth import load_spec, synthesise
 
 from .measurement import Measurement, fastest_s

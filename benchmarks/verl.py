@@ -15,9 +15,9 @@ os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "psrl.integrations.verl.cpu_p
 from tensordict import TensorDict
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
-from psrl.backend.pipe import SINGLE_STAGE
-from psrl.core.cluster import ParallelConfig
-from psrl.core.presets import MODELS
+from psrl.backend.train.pipe import SINGLE_STAGE
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.cost.presets import MODELS
 from psrl.integrations.verl.options import make_setup, parse_options
 from psrl.integrations.verl.planning import BatchPlanner
 from psrl.integrations.verl.samples import whole_samples

@@ -10,17 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from psrl.core.packing import LossEdges, loss_edges, node_pieces, visible_pairs
-from psrl.core.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
-from psrl.core.prefix_tree import PrefixTree
-from psrl.core.sample import IntArray, SampleBatch, make_batch
-from psrl.core.schedule import (
-    Op,
-    eager_backward_order,
-    fill_counts,
-    forward_needs,
-    interleave,
-)
+from psrl.core.plan.packing import LossEdges, loss_edges, node_pieces, visible_pairs
+from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
+from psrl.core.plan.schedule import Op, eager_backward_order, fill_counts, forward_needs, interleave
+from psrl.core.samples.sample import IntArray, SampleBatch, make_batch
+from psrl.core.tree.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from psrl.core.block_cache import BlockCache
-from psrl.core.packing import pack_rank
-from psrl.core.schedule import pipeline_timing, stage_ops
+from psrl.core.plan.block_cache import BlockCache
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.schedule import pipeline_timing, stage_ops
 from tests.random_plans import RandomProgram, random_batch, random_program
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.core.errors import PsrlError
-from psrl.core.trace import write_trace
+from psrl.core.samples.trace import write_trace
 from psrl.traces.blocks import to_blocks_all
 from psrl.traces.importers import ImportOptions, import_recording
 from psrl.traces.stats import sharing_stats

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
 from psrl.core.errors import ConfigError
-from psrl.core.run import read_json
-from psrl.core.sample import FloatArray
+from psrl.core.run.run_directory import read_json
+from psrl.core.samples.sample import FloatArray
 
 TOLERANCE = 5e-6
 WORST_PARAMETER = "gradient of "

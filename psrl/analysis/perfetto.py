@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from psrl.core.events import Events
-from psrl.core.metrics import PHASES
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import Events
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import SampleBatch
 
 _MICROSECONDS = 1e6
 _PICOSECONDS_DIGITS = 6

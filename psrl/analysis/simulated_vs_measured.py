@@ -10,9 +10,9 @@ import pandas as pd
 from scipy.stats import kendalltau
 
 from psrl.core.errors import ConfigError
-from psrl.core.events import Events
-from psrl.core.metrics import PHASES
-from psrl.core.run import read_json
+from psrl.core.run.events import Events
+from psrl.core.run.metrics import PHASES
+from psrl.core.run.run_directory import read_json
 
 from .tables import aligned
 from .units import bytes_unit, percent, time_unit

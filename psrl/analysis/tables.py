@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from psrl.analysis.report.comparison import Comparison, load_comparison
 from psrl.core.errors import ConfigError
 
-from .comparison import Comparison, load_comparison
 from .units import bytes_unit, number, percent, time_unit, times
 
 _COPIED = (

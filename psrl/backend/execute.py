@@ -9,33 +9,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from psrl.core.errors import BackendError
-from psrl.core.events import EventLog, Events
-from psrl.core.plan import Plan
-from psrl.core.sample import FloatArray, SampleBatch
-from psrl.core.trace import Trace
-from psrl.kernels.tree_attention import Implementation
-
-from .checkpoint import (
+from psrl.backend.io.checkpoint import (
     checkpoint_name,
     checkpoint_to_resume,
     load_checkpoint,
     save_checkpoint,
 )
+from psrl.backend.model.model import build_model
+from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.backend.model.weights import load_hf
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
+from psrl.backend.train.optimizer import MainAdamW, MainGradients
+from psrl.backend.train.options import DTYPE_OF_BYTES, ExecuteOptions, check_executable
+from psrl.backend.train.pipe import Pipeline
+from psrl.backend.train.stage import PhaseInputs
+from psrl.backend.train.token_advantages import read_token_advantages
+from psrl.backend.train.tokens import TokenIds
+from psrl.core.errors import BackendError
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import EventLog, Events
+from psrl.core.samples.sample import FloatArray, SampleBatch
+from psrl.core.samples.trace import Trace
+from psrl.kernels.attention.tree_attention import Implementation
+
 from .compat import parallel_state
-from .engine import RankEngine
 from .execution import Execution, concatenate_events, median_times
-from .inputs import LossTokens, RankProgram, prepare_rank_program
 from .launch import model_parallel
-from .model import build_model
-from .optimizer import MainAdamW, MainGradients
-from .options import DTYPE_OF_BYTES, ExecuteOptions, check_executable
-from .parameters import ParallelGroups, gather_full
-from .pipe import Pipeline
-from .stage import PhaseInputs
-from .token_advantages import read_token_advantages
-from .tokens import TokenIds
-from .weights import load_hf
 
 
 def execute_plan(

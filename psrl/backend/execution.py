@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from psrl.core.events import Events
-from psrl.core.metrics import PHASES
-from psrl.core.sample import FloatArray
-
-from .inputs import LossTokens
+from psrl.backend.train.inputs import LossTokens
+from psrl.core.run.events import Events
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import FloatArray
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.train.pipe import Pipeline, pipeline_groups
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PsrlError
 
 from .compat import parallel_state
-from .pipe import Pipeline, pipeline_groups
 
 # A collective operation outlives the run's own limit, which has the better message.
 _GRACE_S = 60.0

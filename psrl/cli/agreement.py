@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.run import IfExists, RunDir
+from psrl.core.run.run_directory import IfExists, RunDir
 
 from .output import OutputOptions
 
@@ -25,7 +25,7 @@ def compare_with_measured(
     Raises:
         ToleranceError: if they disagree.
     """
-    from psrl.analysis.agreement_plots import write_kv_curves
+    from psrl.analysis.figures.agreement_plots import write_kv_curves
     from psrl.analysis.simulated_vs_measured import (
         agreement,
         disagreements,

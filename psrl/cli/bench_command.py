@@ -13,8 +13,8 @@ from psrl.core.errors import BackendError, ConfigError, ExitCode
 from .output import OutputOptions
 
 if TYPE_CHECKING:
-    from psrl.kernels.benchmark import Workload
-    from psrl.kernels.benchmark_table import Table
+    from psrl.kernels.benchmark.benchmark import Workload
+    from psrl.kernels.benchmark.table import Table
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Bench:
     def run(self) -> ExitCode:
         if importlib.util.find_spec("torch") is None:
             raise BackendError("psrl bench needs PyTorch", "pip install 'psrl[backend]'")
-        from psrl.kernels.baselines import BASELINES
-        from psrl.kernels.benchmark import measure
-        from psrl.kernels.benchmark_table import read_csv, write_csv
-        from psrl.kernels.shapes import SHAPES
+        from psrl.kernels.benchmark.baselines import BASELINES
+        from psrl.kernels.benchmark.benchmark import measure
+        from psrl.kernels.benchmark.shapes import SHAPES
+        from psrl.kernels.benchmark.table import read_csv, write_csv
 
         _require_known("shape", self.shape, SHAPES)
         _require_known("baseline", self.baseline, BASELINES)
@@ -73,7 +73,7 @@ class Bench:
     def _workload(self) -> "Workload":
         import torch
 
-        from psrl.kernels.benchmark import Workload
+        from psrl.kernels.benchmark.benchmark import Workload
 
         num_query, num_key = self.heads
         if num_key < 1 or num_query % num_key or num_query < 1:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from psrl.core.calibration import Calibration, ErrorRow
+from psrl.core.cost.calibration import Calibration, ErrorRow
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.run import IfExists
+from psrl.core.run.run_directory import IfExists
 
 from .output import OutputOptions
 

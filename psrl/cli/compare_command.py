@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psrl.core.calibrated_cost_model import prediction_warnings
-from psrl.core.config import Setup, load_setup
+from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.errors import ConfigError, ExitCode
-from psrl.core.events import Events
-from psrl.core.metrics import run_metrics
-from psrl.core.plan import Plan
-from psrl.core.run import IfExists, RunDir
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import Trace, open_trace
+from psrl.core.plan.plan import Plan
+from psrl.core.run.config import Setup, load_setup
+from psrl.core.run.events import Events
+from psrl.core.run.metrics import run_metrics
+from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace, open_trace
 
 from .execute_commands import execute_policies, format_exactness, require_exact
 from .execution_flags import ExecutionFlags
@@ -91,7 +91,7 @@ class Compare:
         )
 
     def _compare_policies(self, trace_path: Path, cluster: Path, run_dir: Path) -> ExitCode:
-        from psrl.analysis.report import write_report
+        from psrl.analysis.report.report import write_report
         from psrl.analysis.tables import (
             executed_table,
             format_comparison,
@@ -196,10 +196,10 @@ class Compare:
         self, run: RunDir, setup: Setup, trace: Trace, batch: SampleBatch
     ) -> tuple[dict[str, float], list[str]]:
         """Planning time per policy, and warnings about the predictions."""
-        from psrl.analysis.merge_warnings import merge_warnings
+        from psrl.analysis.report.merge_warnings import merge_warnings
         from psrl.planner import PlanningProblem, make_plan
         from psrl.sim.breakdown import speedup_factors
-        from psrl.sim.engine import simulate
+        from psrl.sim.replay.engine import simulate
 
         from .simulate_output import iteration_section, show_progress
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.core.errors import ExitCode
-from psrl.core.run import environment_versions
+from psrl.core.run.run_directory import environment_versions
 
 from .output import OutputOptions
 

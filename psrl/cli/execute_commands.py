@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from psrl.core.check_plan import check_plan
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.plan import Plan
-from psrl.core.run import IfExists, RunDir
-from psrl.core.trace import Trace, open_trace
+from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.plan import Plan
+from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.samples.trace import Trace, open_trace
 
 from .execution_flags import ExecutionFlags
 from .output import OutputOptions
 from .plan_commands import describe_metrics, plan_batch
 
 if TYPE_CHECKING:
-    from psrl.backend.options import ExecuteOptions
+    from psrl.backend.train.options import ExecuteOptions
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Execute:
         from psrl.backend.launch import is_first_process
 
         if not is_first_process():
-            from psrl.backend.output import execute_to_directory
+            from psrl.backend.io.output import execute_to_directory
 
             nowhere = Path(os.devnull)
             execute_to_directory(plan, trace, options, nowhere, self.flags.timeout_s)
@@ -78,7 +78,7 @@ class Execute:
         return ExitCode.OK
 
     def _emit(self, plan: Plan, kind: Literal["torchrun", "sbatch"]) -> ExitCode:
-        from psrl.backend.emit import launch_script
+        from psrl.backend.io.launch_scripts import launch_script
 
         path = self.run_dir.with_name(self.run_dir.name + ".sh")
         if path.exists() and self.if_exists == "error":
@@ -133,7 +133,7 @@ def execute_run(
     if_exists: IfExists = "error",
 ) -> dict[str, Any]:
     """Execute a plan into a run directory; returns its metrics."""
-    from psrl.backend.output import execute_to_directory
+    from psrl.backend.io.output import execute_to_directory
 
     check_plan(plan, plan_batch(plan, trace))
     details = {

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from psrl.core.cluster import ModelSpec
+from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from psrl.backend.options import ExecuteOptions
+    from psrl.backend.train.options import ExecuteOptions
 
 DEFAULT_KL_COEFFICIENT = 0.001
 
@@ -195,10 +195,10 @@ class ExecutionFlags:
         Raises:
             ConfigError: naming a flag that has no effect beside others or for this model.
         """
-        from psrl.backend.loss import LossOptions
-        from psrl.backend.moe import RouterOptions
-        from psrl.backend.optimizer import OptimizerOptions
-        from psrl.backend.options import ExecuteOptions
+        from psrl.backend.model.moe import RouterOptions
+        from psrl.backend.train.loss import LossOptions
+        from psrl.backend.train.optimizer import OptimizerOptions
+        from psrl.backend.train.options import ExecuteOptions
 
         self.weight.check()
         self.loss.check()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from psrl.core.run import finite
+from psrl.core.run.run_directory import finite
 
 
 @dataclass(frozen=True)

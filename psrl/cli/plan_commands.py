@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psrl.core.calibrated_cost_model import prediction_warnings
-from psrl.core.config import load_setup
+from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.errors import ExitCode, InfeasibleError, PlanError
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import Trace, open_trace
+from psrl.core.plan.plan import Plan
+from psrl.core.run.config import load_setup
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace, open_trace
 
 from .output import OutputOptions
 
 if TYPE_CHECKING:
     from psrl.planner import PlanningProblem
-    from psrl.planner.explain import ProgramReport
+    from psrl.planner.explanation.explain import ProgramReport
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PlanCommand:
         reports: list["ProgramReport"],
         layouts: list[dict[str, Any]],
     ) -> list[Path]:
-        from psrl.analysis.plan_plots import save_plan_plots
+        from psrl.analysis.figures.plan_plots import save_plan_plots
         from psrl.planner import search_progress
 
         # Other policies do not search for a placement.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.core.errors import ConfigError, ExitCode
-from psrl.core.run import IfExists, RunDir, read_json
+from psrl.core.run.run_directory import IfExists, RunDir, read_json
 
 from .output import OutputOptions
 
@@ -37,14 +37,13 @@ class Reproduce:
     if_exists: IfExists = "error"
 
     def run(self) -> ExitCode:
-        from psrl.analysis.paper_figure import write_ratio_figure
-        from psrl.analysis.paper_table import read_published, rows_frame, write_tables
-
-        from .reproduce.measure import tasks_of
-        from .reproduce.results import Results
-        from .reproduce.rows import reproduced_rows
-        from .reproduce.scenarios import load_assumptions, load_scenarios
-        from .reproduce.sections import sections
+        from psrl.paper.figure import write_ratio_figure
+        from psrl.paper.measure import tasks_of
+        from psrl.paper.results import Results
+        from psrl.paper.rows import reproduced_rows
+        from psrl.paper.scenarios import load_assumptions, load_scenarios
+        from psrl.paper.sections import sections
+        from psrl.paper.table import read_published, rows_frame, write_tables
 
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}", "take at least one process")
@@ -74,7 +73,7 @@ class Reproduce:
 
     def _measure_all(self, tasks: Sequence[Any], assumptions: Any) -> dict[str, dict[str, Any]]:
         """Measurements by task name, in the order of the tasks."""
-        from .reproduce.measure import measure_named
+        from psrl.paper.measure import measure_named
 
         began_s = time.perf_counter()
         done: dict[str, dict[str, Any]] = {}

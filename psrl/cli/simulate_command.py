@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import tyro
 
-from psrl.core.calibrated_cost_model import prediction_warnings
-from psrl.core.calibration import load_calibration
-from psrl.core.check_plan import check_plan
+from psrl.core.cost.calibrated_cost_model import prediction_warnings
+from psrl.core.cost.calibration import load_calibration
 from psrl.core.errors import ExitCode
-from psrl.core.metrics import run_metrics
-from psrl.core.plan import Plan
-from psrl.core.run import IfExists, RunDir
-from psrl.core.trace import open_trace
+from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.plan import Plan
+from psrl.core.run.metrics import run_metrics
+from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.samples.trace import open_trace
 
 from .output import OutputOptions
 from .plan_commands import describe_metrics, format_warnings, plan_batch

@@ -5,12 +5,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from psrl.core.errors import ConfigError
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
+from psrl.core.plan.plan import Plan
+from psrl.core.samples.sample import SampleBatch
 from psrl.sim import OnProgress, Progress
 
 if TYPE_CHECKING:
-    from psrl.sim.block_effects import ReplacedBlocks
+    from psrl.sim.blocks.block_effects import ReplacedBlocks
 
 MAX_TIMELINE_EVENTS = 1_000_000
 _SILENT_S = 2.0
@@ -65,8 +65,8 @@ def other_blocks(
     plan: Plan, batch: SampleBatch, blocks: str | None, cache: str | None
 ) -> "ReplacedBlocks | None":
     """The plan with other blocks; None if neither flag was given."""
-    from psrl.sim.block_effects import apply_block_policy
-    from psrl.sim.block_policies import BlockPolicy
+    from psrl.sim.blocks.block_effects import apply_block_policy
+    from psrl.sim.blocks.block_policies import BlockPolicy
 
     if blocks is None and cache is None:
         return None

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psrl.core.calibrated_cost_model import prediction_warnings
-from psrl.core.cluster import check_layout
-from psrl.core.config import Setup, load_setup
+from psrl.core.cost.calibrated_cost_model import prediction_warnings
+from psrl.core.cost.cluster import check_layout
 from psrl.core.errors import ConfigError, ExitCode, InfeasibleError
-from psrl.core.metrics import run_metrics
-from psrl.core.run import IfExists, RunDir
-from psrl.core.trace import Trace, open_trace
+from psrl.core.run.config import Setup, load_setup
+from psrl.core.run.metrics import run_metrics
+from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.samples.trace import Trace, open_trace
 
 from .compare_command import DEFAULT_POLICIES
 from .output import OutputOptions
@@ -53,7 +53,7 @@ class Sweep:
     def run(self) -> ExitCode:
         import pandas as pd
 
-        from psrl.analysis.sweep_plots import write_sweep_figures
+        from psrl.analysis.figures.sweep_plots import write_sweep_figures
         from psrl.analysis.tables import write_csv
 
         if self.baseline not in self.policies:

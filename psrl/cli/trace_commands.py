@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from psrl.core.errors import ExitCode, TraceError
-from psrl.core.trace import write_trace
+from psrl.core.samples.trace import write_trace
 
 from .output import OutputOptions
 from .trace_output import trace_identity

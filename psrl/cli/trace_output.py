@@ -3,10 +3,10 @@
 from contextlib import suppress
 from typing import Any
 
-from psrl.core.cluster import ModelSpec
+from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import TraceError
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import Trace
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace
 
 LEVEL_NAMES = {
     "within_trajectory": "within trajectory",

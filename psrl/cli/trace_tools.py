@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import tyro
 
-from psrl.core.cluster import ModelSpec
+from psrl.core.cost.cluster import ModelSpec
+from psrl.core.cost.presets import MODELS
 from psrl.core.errors import ConfigError, ExitCode, TraceError, suggest
-from psrl.core.presets import MODELS
-from psrl.core.run import finite
-from psrl.core.trace import Trace, open_trace, write_trace
+from psrl.core.run.run_directory import finite
+from psrl.core.samples.trace import Trace, open_trace, write_trace
 
 from .output import OutputOptions
 from .trace_output import format_levels, format_stats, mode_stats, trace_identity
@@ -55,7 +55,7 @@ class TraceStats:
         return ExitCode.OK
 
     def _draw(self, directory: Path, result: dict[str, Any]) -> str:
-        from psrl.analysis.trace_plots import save_trace_plots
+        from psrl.analysis.figures.trace_plots import save_trace_plots
 
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(finite(result), indent=1, sort_keys=True, allow_nan=False)

@@ -1,11 +1,11 @@
 """Planning: scheduling policies from samples to checked plans, with proven lower bounds."""
 
-from .explain import explain
-from .explain_text import format_explanation
-from .find_policy import find_policy
+from .explanation.explain import explain
+from .explanation.explain_text import format_explanation
 from .layout_search import format_choices, search_layouts
 from .make_plan import make_plan
-from .policies import POLICIES, Draft, Policy
+from .policies.find_policy import find_policy
+from .policies.policies import POLICIES, Draft, Policy
 from .problem import PlanningProblem
 from .search_progress import search_progress
 

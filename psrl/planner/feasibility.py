@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from psrl.core.config import Setup
-from psrl.core.cost_model import MemoryModel
+from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.run.config import Setup
 
 _GIB = 2**30
 _MAX_HALVINGS = 6

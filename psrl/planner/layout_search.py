@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from psrl.core.cluster import ParallelConfig, check_layout
-from psrl.core.config import Setup
+from psrl.core.cost.cluster import ParallelConfig, check_layout
 from psrl.core.errors import ConfigError, InfeasibleError
+from psrl.core.run.config import Setup
 
 from .make_plan import make_plan
 from .problem import PlanningProblem

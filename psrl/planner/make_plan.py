@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psrl.core.check_plan import check_plan
 from psrl.core.errors import InfeasibleError, PlanError
-from psrl.core.plan import Plan
+from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.plan import Plan
+from psrl.planner.bounds.forced_copies import Bound
+from psrl.planner.micro_batching.assemble import BuiltProgram
+from psrl.planner.policies.find_policy import find_policy
+from psrl.planner.policies.policies import Policy
 
-from .assemble import BuiltProgram
-from .bounds import Bound
 from .feasibility import smallest_changes
-from .find_policy import find_policy
-from .policies import Policy
 from .problem import PlanningProblem, ProgramProblem
 
 

@@ -6,20 +6,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from psrl.core.calibrated_cost_model import choose_cost_model
-from psrl.core.config import Setup
-from psrl.core.cost_model import CostModel, MemoryModel
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
+from psrl.core.cost.cost_model import CostModel, MemoryModel
 from psrl.core.errors import ConfigError, suggest
-from psrl.core.loss_rows import LossRows, loss_rows
-from psrl.core.metrics import PHASES
-from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch
-
-from .bounds import Bound, rank_cost_bound
-from .cost_tree import CostTree, UnitCosts, build_cost_tree
-from .group_bound import raise_by_groups
-from .set_costs import SetCosts, sample_set_costs
-from .subset_search import MAX_ITEMS, lowest_maximum
+from psrl.core.run.config import Setup
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import IntArray, SampleBatch
+from psrl.core.tree.loss_rows import LossRows, loss_rows
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
+from psrl.planner.bounds.forced_copies import Bound, rank_cost_bound
+from psrl.planner.bounds.group_bound import raise_by_groups
+from psrl.planner.placement.cost_tree import CostTree, UnitCosts, build_cost_tree
+from psrl.planner.placement.set_costs import SetCosts, sample_set_costs
+from psrl.planner.placement.subset_search import MAX_ITEMS, lowest_maximum
 
 # Amount at which a cost model's fixed parts (launches, latencies) have vanished beside the slope.
 _LARGE = 1e9

@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-from .cost_tree import rank_costs
-from .placement_tree import GAP_TOLERANCE, two_level_leaves
+from psrl.planner.placement.cost_tree import rank_costs
+from psrl.planner.placement.two_level import GAP_TOLERANCE, two_level_leaves
+
 from .problem import PlanningProblem
 
 _STEPS = (0, 3, 10, 30, 100, 300, 1000)

@@ -1,9 +1,9 @@
 """Replay a plan op by op in simulated time and memory."""
 
 from .breakdown import sharing_bounds, speedup_factors
-from .engine import OnProgress, Progress, simulate
 from .memory import OutOfMemory, out_of_memory
 from .options import SimOptions, chosen_engine
+from .replay.engine import OnProgress, Progress, simulate
 
 __all__ = [
     "OnProgress",

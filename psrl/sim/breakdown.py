@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import PlanError
-from psrl.core.events import Events
-from psrl.core.metrics import PHASES
-from psrl.core.packing import visible_pairs
-from psrl.core.plan import Plan
-from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.plan.packing import visible_pairs
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import Events
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import IntArray, SampleBatch
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 
 def speedup_factors(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import ConfigError
-from psrl.core.sample import FloatArray, IntArray, SampleBatch
+from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 
 
 @dataclass(frozen=True)

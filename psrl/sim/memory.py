@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psrl.core.events import Events
-from psrl.core.plan import Plan
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import Events
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from psrl.core.cost_model import RooflineCostModel
+from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.errors import ConfigError
-from psrl.core.plan import Plan
+from psrl.core.plan.plan import Plan
 
 Engine = Literal["simpy", "vectorised"]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from psrl.core.sample import FloatArray, StrArray
+from psrl.core.samples.sample import FloatArray, StrArray
 
 from .grouping import codes_by_appearance
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.samples.sample import IntArray, SampleBatch
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .grouping import codes_by_appearance
 

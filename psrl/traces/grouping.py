@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from psrl.core.sample import IntArray, SampleBatch, StrArray
+from psrl.core.samples.sample import IntArray, SampleBatch, StrArray
 
 
 def codes_by_appearance(labels: StrArray | IntArray) -> IntArray:

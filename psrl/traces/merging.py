@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import IntArray, SampleBatch
-from psrl.core.trace import Trace
+from psrl.core.samples.sample import IntArray, SampleBatch
+from psrl.core.samples.trace import Trace
 
 MergeMode = Literal["append", "side_by_side"]
 

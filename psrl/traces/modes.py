@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import TraceError, suggest
-from psrl.core.prefix_tree import build_prefix_tree
-from psrl.core.sample import IntArray, SampleBatch, ragged_take
+from psrl.core.samples.sample import IntArray, SampleBatch, ragged_take
+from psrl.core.tree.prefix_tree import build_prefix_tree
 
 from .grouping import codes_by_appearance, rank_within, trajectory_codes
 

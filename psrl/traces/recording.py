@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 
 from .blocks import compact_symbols
 from .grouping import codes_by_appearance, rank_within, trajectory_codes

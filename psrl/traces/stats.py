@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from psrl.core.cluster import ModelSpec
-from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import FloatArray, IntArray, SampleBatch
+from psrl.core.cost.cluster import ModelSpec
+from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .blocks import tree_blocks
 from .grouping import codes_by_appearance, trajectory_codes

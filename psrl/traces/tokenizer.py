@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import IntArray
+from psrl.core.samples.sample import IntArray
 
 from .chat_template import IM_END, IM_START, Piece
 

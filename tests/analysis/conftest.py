@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from psrl.core.events import EventLog, Events
-from psrl.core.memory import MemoryState
-from psrl.core.presets import DEVICES, MODELS
+from psrl.core.cost.presets import DEVICES, MODELS
+from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.run.events import EventLog, Events
 
 GIB = 2**30
 

@@ -13,12 +13,12 @@ from psrl.analysis.calibration.executed_ops import ExecutedOps, cost_model_of
 from psrl.analysis.calibration.executed_runs import expand_runs, read_run, timed_ops
 from psrl.cli.calibrate_command import Calibrate
 from psrl.cli.output import OutputOptions
-from psrl.core.calibration import Coefficients, load_calibration
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.calibration import Coefficients, load_calibration
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.events import EventLog, Events
-from psrl.core.memory import MemoryState
-from psrl.core.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
+from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
+from psrl.core.run.events import EventLog, Events
 
 MODEL = ModelSpec(
     name="tiny",

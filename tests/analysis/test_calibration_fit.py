@@ -15,7 +15,7 @@ from psrl.analysis.calibration.errors import (
 )
 from psrl.analysis.calibration.least_squares import Candidate, Predict, Values, fit_coefficients
 from psrl.core.errors import ConfigError
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.samples.sample import FloatArray, IntArray
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.uniform(100, 1000, 40)

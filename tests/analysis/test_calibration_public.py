@@ -29,10 +29,10 @@ from psrl.analysis.calibration.vtrain import (
     held_out_s,
     transfer_row,
 )
-from psrl.core.calibration import Calibration, Coefficients
+from psrl.core.cost.calibration import Calibration, Coefficients
+from psrl.core.cost.layer_time import LayerShape, LayerTime
+from psrl.core.cost.presets import DEVICES
 from psrl.core.errors import ConfigError
-from psrl.core.layer_time import LayerShape, LayerTime
-from psrl.core.presets import DEVICES
 
 DATA = Path(__file__).resolve().parents[2] / "examples" / "calibration"
 

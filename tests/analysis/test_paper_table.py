@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.analysis.paper_figure import write_ratio_figure
-from psrl.analysis.paper_table import (
+from psrl.core.errors import ConfigError
+from psrl.paper.figure import write_ratio_figure
+from psrl.paper.table import (
     VERDICTS,
     Published,
     Row,
@@ -18,7 +19,6 @@ from psrl.analysis.paper_table import (
     tally,
     write_tables,
 )
-from psrl.core.errors import ConfigError
 
 HEADER = "id,workload,mode,gpus,system,metric,value,unit,kind,source\n"
 

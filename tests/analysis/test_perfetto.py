@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from psrl.analysis.perfetto import timeline_records, write_timeline
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Plan
+from psrl.core.samples.sample import SampleBatch
 from psrl.sim import simulate
 from tests.sim.cases import random_plan
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psrl.analysis.plan_plots import save_plan_plots
-from psrl.analysis.plan_series import MAX_LEAVES, layout_table, rank_table, tree_table
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
+from psrl.analysis.figures.plan_plots import save_plan_plots
+from psrl.analysis.figures.plan_series import MAX_LEAVES, layout_table, rank_table, tree_table
+from psrl.core.plan.plan import Plan
+from psrl.core.samples.sample import SampleBatch
 from psrl.planner import explain, make_plan
 from tests.planner.cases import make_setup, problem_of, tree_batch, workloads
 

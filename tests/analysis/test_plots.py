@@ -11,14 +11,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from psrl.analysis import plots, series
-from psrl.analysis.comparison import POLICY_ORDER, load_comparison
-from psrl.analysis.style import POLICY_COLOURS, save_figure, style
+from psrl.analysis.figures import plots, series
+from psrl.analysis.figures.style import POLICY_COLOURS, save_figure, style
+from psrl.analysis.report.comparison import POLICY_ORDER, load_comparison
 from psrl.analysis.units import bytes_unit, number, percent, time_unit, times, tokens_unit
-from psrl.core.cluster import ParallelConfig
-from psrl.core.events import EventLog
-from psrl.core.memory import MemoryState
-from psrl.core.metrics import phase_metrics
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.run.events import EventLog
+from psrl.core.run.metrics import phase_metrics
 from tests.analysis.conftest import GIB, edit_json, make_events
 
 FIGURES = (

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from psrl.analysis import report
-from psrl.analysis.comparison import load_comparison
-from psrl.analysis.report import write_report
-from psrl.analysis.sentences import balance_sentence, gain_sentence, recommended_policy
+from psrl.analysis.report import report
+from psrl.analysis.report.comparison import load_comparison
+from psrl.analysis.report.report import write_report
+from psrl.analysis.report.sentences import balance_sentence, gain_sentence, recommended_policy
 from psrl.core.errors import PsrlError
 from tests.analysis.conftest import GIB, edit_json, write_json
 

@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from psrl.analysis import run_plots
-from psrl.analysis.comparison import load_comparison
-from psrl.analysis.report import write_figures
-from psrl.analysis.sweep_plots import prefix_rate, scaling, write_sweep_figures
+from psrl.analysis.figures import run_plots
+from psrl.analysis.figures.sweep_plots import prefix_rate, scaling, write_sweep_figures
+from psrl.analysis.report.comparison import load_comparison
+from psrl.analysis.report.report import write_figures
 from tests.analysis.conftest import edit_json
 
 

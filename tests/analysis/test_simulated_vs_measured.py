@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psrl.analysis.agreement_plots import kv_curve_figure
+from psrl.analysis.figures.agreement_plots import kv_curve_figure
 from psrl.analysis.simulated_vs_measured import (
     agreement,
     disagreements,
@@ -24,7 +24,7 @@ from psrl.analysis.simulated_vs_measured import (
 )
 from psrl.cli import main
 from psrl.core.errors import ConfigError, ExitCode
-from psrl.core.events import Events
+from psrl.core.run.events import Events
 
 RUNS = Path(__file__).parent / "runs"
 MEASURED, SIMULATED = RUNS / "executed", RUNS / "simulated"

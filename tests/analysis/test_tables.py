@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from psrl.analysis.comparison import load_comparison
+from psrl.analysis.report.comparison import load_comparison
 from psrl.analysis.tables import (
     comparison_table,
     executed_table,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from psrl.backend.compat import GPTModel
-from psrl.backend.model import hidden_states, logits, rotary_angles
-from psrl.backend.tokens import expand_tokens
-from psrl.backend.tree_spec import TreeSeqParams
-from psrl.core.packing import Chain, PackedMicroBatch
+from psrl.backend.model.model import hidden_states, logits, rotary_angles
+from psrl.backend.model.tree_spec import TreeSeqParams
+from psrl.backend.train.tokens import expand_tokens
+from psrl.core.plan.packing import Chain, PackedMicroBatch
 from tests.backend.cases import Case, Outcome, case_model
 
 

@@ -8,23 +8,23 @@ import numpy as np
 import torch
 
 from psrl.backend.compat import GPTModel, parallel_state
-from psrl.backend.engine import RankEngine
-from psrl.backend.inputs import LossTokens, prepare_rank_program
-from psrl.backend.kv_store import BlockStore
 from psrl.backend.launch import model_parallel
-from psrl.backend.loss import LossOptions
-from psrl.backend.model import build_model, hidden_states, logits, rotary_angles
-from psrl.backend.moe import RouterOptions
-from psrl.backend.optimizer import MainGradients
-from psrl.backend.parameters import ParallelGroups, gather_full
-from psrl.backend.pipe import SEND_WINDOW, SINGLE_STAGE, Pipeline
-from psrl.backend.stage import PhaseInputs
-from psrl.backend.tokens import TokenIds, expand_tokens
-from psrl.backend.tree_spec import TreeSeqParams
-from psrl.core.cluster import ModelSpec, ParallelConfig
-from psrl.core.events import EventLog, Events
-from psrl.core.packing import Chain, PackedMicroBatch
-from psrl.core.sample import FloatArray, SampleBatch
+from psrl.backend.model.model import build_model, hidden_states, logits, rotary_angles
+from psrl.backend.model.moe import RouterOptions
+from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.backend.model.tree_spec import TreeSeqParams
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.inputs import LossTokens, prepare_rank_program
+from psrl.backend.train.kv_store import BlockStore
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.optimizer import MainGradients
+from psrl.backend.train.pipe import SEND_WINDOW, SINGLE_STAGE, Pipeline
+from psrl.backend.train.stage import PhaseInputs
+from psrl.backend.train.tokens import TokenIds, expand_tokens
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
+from psrl.core.plan.packing import Chain, PackedMicroBatch
+from psrl.core.run.events import EventLog, Events
+from psrl.core.samples.sample import FloatArray, SampleBatch
 from tests.random_plans import RandomProgram, random_batch, random_program
 
 ACTIVATIONS = ("keep", "recompute", "drop")

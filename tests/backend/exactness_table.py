@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from psrl.backend.inputs import LossTokens
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.stage import PhaseInputs
-from psrl.core.check_ops import check_op_patterns
-from psrl.core.cluster import ParallelConfig
-from psrl.core.plan import Program
+from psrl.backend.train.inputs import LossTokens
+from psrl.backend.train.stage import PhaseInputs
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.plan.check_ops import check_op_patterns
+from psrl.core.plan.plan import Program
 from tests.backend.cases import (
     ACTIVATIONS,
     PPO,

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from psrl.backend.execution import Execution
-from psrl.backend.loss import LossOptions
-from psrl.backend.options import ExecuteOptions
-from psrl.core.cluster import ParallelConfig
-from psrl.core.config import PlanningConfig
-from psrl.core.events import Events
-from psrl.core.plan import Plan
-from psrl.core.sample import make_batch
-from psrl.core.trace import Trace, write_trace
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.options import ExecuteOptions
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.plan.plan import Plan
+from psrl.core.run.config import PlanningConfig
+from psrl.core.run.events import Events
+from psrl.core.samples.sample import make_batch
+from psrl.core.samples.trace import Trace, write_trace
 from psrl.sim import simulate
 from tests.backend.cases import TINY
 from tests.backend.test_execute import execute, policy_plan

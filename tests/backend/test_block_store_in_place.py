@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from psrl.backend.kv_store import BlockStore
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.train.kv_store import BlockStore
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import PlanError
 from psrl.kernels import BufferStore
 from tests.backend.cases import Case, Outcome, make_case, relative_error, run_case

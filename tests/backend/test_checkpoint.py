@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from psrl.backend import checkpoint as checkpoint_module
-from psrl.backend.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from psrl.backend.compat import parallel_state
-from psrl.backend.engine import RankEngine
-from psrl.backend.inputs import LossTokens, prepare_rank_program
+from psrl.backend.io import checkpoint as checkpoint_module
+from psrl.backend.io.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.model import build_model
-from psrl.backend.optimizer import MainAdamW, MainGradients, OptimizerOptions
-from psrl.backend.parameters import ParallelGroups, gather_full
-from psrl.backend.pipe import Pipeline
-from psrl.backend.tokens import TokenIds
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.model.model import build_model
+from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.inputs import LossTokens, prepare_rank_program
+from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.backend.train.pipe import Pipeline
+from psrl.backend.train.tokens import TokenIds
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
-from psrl.core.events import EventLog
+from psrl.core.run.events import EventLog
 from tests.backend.cases import TINY, Case, single_process
 from tests.backend.test_moe import MOE, ROUTER, moe_case
 

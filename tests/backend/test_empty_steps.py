@@ -13,15 +13,15 @@ import torch
 
 from psrl.backend.execution import Execution
 from psrl.backend.launch import run_ranks
-from psrl.backend.loss import LossOptions
-from psrl.backend.moe import Dispatcher, RouterOptions
-from psrl.backend.options import ExecuteOptions
-from psrl.core.check_ops import check_op_patterns
-from psrl.core.cluster import ParallelConfig
-from psrl.core.config import PlanningConfig
-from psrl.core.plan import MicroBatches, Program
-from psrl.core.sample import make_batch
-from psrl.core.trace import Trace, write_trace
+from psrl.backend.model.moe import Dispatcher, RouterOptions
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.options import ExecuteOptions
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.plan.check_ops import check_op_patterns
+from psrl.core.plan.plan import MicroBatches, Program
+from psrl.core.run.config import PlanningConfig
+from psrl.core.samples.sample import make_batch
+from psrl.core.samples.trace import Trace, write_trace
 from tests.backend.cases import Case, make_case, relative_error
 from tests.backend.test_execute import execute, policy_plan
 from tests.backend.test_moe import EP2, MOE, ROUTER, one_pattern, run_alone, run_shared

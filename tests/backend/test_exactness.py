@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from psrl.backend.kv_store import BlockStore
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.core.cluster import ParallelConfig
-from psrl.core.sample import make_batch
+from psrl.backend.train.kv_store import BlockStore
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.samples.sample import make_batch
 from tests.backend.cases import (
     ACTIVATIONS,
     TINY,

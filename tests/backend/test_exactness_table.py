@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from psrl.core.schedule import Op
+from psrl.core.plan.schedule import Op
 from tests.backend.exactness_table import (
     CUTS,
     LAYOUTS,

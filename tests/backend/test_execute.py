@@ -12,24 +12,24 @@ from safetensors.torch import load_file
 
 from psrl.backend.execute import execute_plan
 from psrl.backend.execution import Execution
+from psrl.backend.io.output import execute_to_directory, execution_metrics
 from psrl.backend.launch import run_ranks
-from psrl.backend.loss import LossOptions
-from psrl.backend.optimizer import OptimizerOptions
-from psrl.backend.options import ExecuteOptions, check_executable
-from psrl.backend.output import execute_to_directory, execution_metrics
-from psrl.backend.stage import StageRun
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.cost_model import MemoryModel
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.optimizer import OptimizerOptions
+from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.backend.train.stage import StageRun
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
-from psrl.core.events import Events
-from psrl.core.memory import MemoryLedger
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Plan, Program
-from psrl.core.run import RunDir
-from psrl.core.sample import SampleBatch
-from psrl.core.schedule import Op, stage_ops
-from psrl.core.trace import Trace, write_trace
+from psrl.core.plan.memory_ledger import MemoryLedger
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.schedule import Op, stage_ops
+from psrl.core.run.config import PlanningConfig, Setup
+from psrl.core.run.events import Events
+from psrl.core.run.run_directory import RunDir
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace, write_trace
 from psrl.planner import PlanningProblem
 from psrl.planner import make_plan as make_policy_plan
 from tests.backend.cases import ACTIVATIONS, TINY

@@ -12,17 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from psrl.backend import checkpoint as checkpoint_module
 from psrl.backend.execution import Execution
-from psrl.backend.options import ExecuteOptions, check_executable
-from psrl.backend.output import execute_to_directory
-from psrl.backend.stage import StageRun
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.io import checkpoint as checkpoint_module
+from psrl.backend.io.output import execute_to_directory
+from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.backend.train.stage import StageRun
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
-from psrl.core.plan import Plan
-from psrl.core.run import RunDir
-from psrl.core.schedule import Op
-from psrl.core.trace import Trace
+from psrl.core.plan.plan import Plan
+from psrl.core.plan.schedule import Op
+from psrl.core.run.run_directory import RunDir
+from psrl.core.samples.trace import Trace
 from tests.backend.cases import TINY
 from tests.backend.test_execute import OPTIONS, execute, make_plan, make_trace
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import (
+from psrl.backend.train.loss import (
     EdgeValues,
     LossOptions,
     check_loss,
@@ -19,9 +19,9 @@ from psrl.backend.loss import (
     loss_weights,
     sequence_log_ratios,
 )
-from psrl.backend.predictions import vocab_parallel_entropy
-from psrl.backend.stage import PhaseInputs
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.train.predictions import vocab_parallel_entropy
+from psrl.backend.train.stage import PhaseInputs
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError
 from tests.backend.alone import SampleAlone, samples_alone, train_alone
 from tests.backend.cases import Case, Outcome, case_model, make_case, relative_error, run_case

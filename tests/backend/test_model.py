@@ -10,17 +10,17 @@ import torch
 from psrl.backend.execute import execute_plan
 from psrl.backend.execution import Execution
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import LossOptions
-from psrl.backend.model import build_model, stage_rows
-from psrl.backend.moe import RouterOptions
-from psrl.backend.optimizer import MainGradients, OptimizerOptions
-from psrl.backend.options import ExecuteOptions, check_executable
-from psrl.backend.parameters import ParallelGroups, gather_full, stage_parameters
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.model.model import build_model, stage_rows
+from psrl.backend.model.moe import RouterOptions
+from psrl.backend.model.parameters import ParallelGroups, gather_full, stage_parameters
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.optimizer import MainGradients, OptimizerOptions
+from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError, PlanError
-from psrl.core.plan import Plan, Program
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import Trace
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace
 from tests.backend.cases import TINY
 from tests.backend.test_execute import make_plan, make_trace
 from tests.backend.test_moe import MOE, one_pattern

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from psrl.backend import inputs as inputs_module
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import LossOptions
-from psrl.backend.model import transformer_config
-from psrl.backend.moe import (
+from psrl.backend.model.model import transformer_config
+from psrl.backend.model.moe import (
     RouterOptions,
     RouterRun,
     router_loss,
     rows_to_exchange,
     token_multiplicity,
 )
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.train import inputs as inputs_module
+from psrl.backend.train.loss import LossOptions
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Program, Schedule
-from psrl.core.sample import make_batch
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Program, Schedule
+from psrl.core.samples.sample import make_batch
 from tests.backend.alone import SampleAlone, train_alone
 from tests.backend.cases import (
     TINY,

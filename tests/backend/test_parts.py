@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from psrl.backend.compat import parallel_state
-from psrl.backend.inputs import LossTokens, edge_inputs
-from psrl.backend.kv_store import BlockStore, buffer_rows
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.loss import LossOptions, check_loss, kl_terms
-from psrl.backend.model import build_model, transformer_config
-from psrl.backend.optimizer import MainAdamW, MainGradients, OptimizerOptions
-from psrl.backend.parameters import ParallelGroups, gather_full, load_full, shard, unshard
-from psrl.backend.predictions import vocab_parallel_logprobs
-from psrl.backend.tokens import TokenIds, expand_tokens, packed_token_ids
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.model.model import build_model, transformer_config
+from psrl.backend.model.parameters import ParallelGroups, gather_full, load_full, shard, unshard
+from psrl.backend.train.inputs import LossTokens, edge_inputs
+from psrl.backend.train.kv_store import BlockStore, buffer_rows
+from psrl.backend.train.loss import LossOptions, check_loss, kl_terms
+from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.backend.train.predictions import vocab_parallel_logprobs
+from psrl.backend.train.tokens import TokenIds, expand_tokens, packed_token_ids
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PlanError
-from psrl.core.packing import LossEdges, pack_rank
-from psrl.core.sample import make_batch
-from psrl.core.schedule import Op
-from psrl.kernels.buffer_store import BufferStore
+from psrl.core.plan.packing import LossEdges, pack_rank
+from psrl.core.plan.schedule import Op
+from psrl.core.samples.sample import make_batch
+from psrl.kernels.attention.buffer_store import BufferStore
 from tests.backend.cases import TINY, make_case, run_case, single_process
 from tests.random_plans import random_program
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from psrl.backend.inputs import LossTokens
-from psrl.backend.kv_store import BlockStore
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.pipe import SINGLE_STAGE, Pipe
-from psrl.backend.stage import PhaseInputs, StageRun
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.train.inputs import LossTokens
+from psrl.backend.train.kv_store import BlockStore
+from psrl.backend.train.pipe import SINGLE_STAGE, Pipe
+from psrl.backend.train.stage import PhaseInputs, StageRun
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError
-from psrl.core.schedule import Op, pipeline_timing, stage_ops
+from psrl.core.plan.schedule import Op, pipeline_timing, stage_ops
 from tests.backend.cases import (
     ACTIVATIONS,
     PPO,

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.stage import PhaseInputs
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ParallelConfig
-from psrl.core.cost_model import MemoryModel
-from psrl.core.memory import MemoryLedger
-from psrl.core.packing import pack_rank
-from psrl.core.sample import make_batch
-from psrl.core.schedule import stage_ops
+from psrl.backend.train.stage import PhaseInputs
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ParallelConfig
+from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.plan.memory_ledger import MemoryLedger
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.schedule import stage_ops
+from psrl.core.samples.sample import make_batch
 from tests.backend.cases import PPO, VARIANTS, Case, Outcome, run_case, single_process
 from tests.backend.test_pipeline import DP2_PP2, LIMIT_S, PP2, PP4, make_cases
 

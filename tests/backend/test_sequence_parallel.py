@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.tree_spec import TreeNorm
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.model.tree_spec import TreeNorm
+from psrl.core.cost.cluster import ParallelConfig
 from tests.backend.cases import (
     Outcome,
     case_model,

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from psrl.backend.hf_layout import hf_config
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.model import build_model
-from psrl.backend.parameters import ParallelGroups, gather_full
-from psrl.backend.weights import load_hf, save_hf
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.model.hf_layout import hf_config
+from psrl.backend.model.model import build_model
+from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.backend.model.weights import load_hf, save_hf
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
 from tests.backend.alone import samples_alone
 from tests.backend.cases import TINY, make_case

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from psrl.cli import main
-from psrl.core.calibration import Calibration, Coefficients, Domain
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain
 from psrl.core.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def test_a_comparison_warns_in_table_json_metrics_and_report(
     assert f"{PREFIX}verl: " in text
     assert "have num_tokens from" in text
     report = (tmp_path / "text" / "report.html").read_text("utf-8")
-    monkeypatch.setattr("psrl.analysis.report.write_report", lambda *_: None)
+    monkeypatch.setattr("psrl.analysis.report.report.write_report", lambda *_: None)
     found: dict[str, Any] = json.loads(compared(capsys, trace, narrow, tmp_path / "j", "--json"))
     assert found["warnings"][0] == device
     assert "where the stated error does not hold" in report

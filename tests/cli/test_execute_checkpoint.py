@@ -7,7 +7,7 @@ import pytest
 
 from psrl.cli.main import main
 from psrl.core.errors import ExitCode
-from psrl.core.trace import Trace
+from psrl.core.samples.trace import Trace
 from tests.backend.test_execute import make_plan, make_trace
 
 Capture = pytest.CaptureFixture[str]

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 import tyro
 
-from psrl.backend.loss import LossOptions
-from psrl.backend.moe import RouterOptions
-from psrl.backend.optimizer import OptimizerOptions
-from psrl.backend.options import ExecuteOptions
+from psrl.backend.model.moe import RouterOptions
+from psrl.backend.train.loss import LossOptions
+from psrl.backend.train.optimizer import OptimizerOptions
+from psrl.backend.train.options import ExecuteOptions
 from psrl.cli.execution_flags import ExecutionFlags
 from psrl.cli.main import main
 from psrl.core.errors import ExitCode, PsrlError
-from psrl.core.trace import Trace
+from psrl.core.samples.trace import Trace
 from tests.backend.cases import TINY
 from tests.backend.test_execute import make_plan, make_trace
 from tests.backend.test_moe import MOE

@@ -6,16 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psrl.analysis.paper_table import Published, read_published
 from psrl.cli.main import main
-from psrl.cli.reproduce.results import NotRunError, Results
-from psrl.cli.reproduce.rows import QUOTIENTS, RULES, reproduced_rows, row_of
-from psrl.cli.reproduce.scenarios import (
-    Assumptions,
-    load_assumptions,
-    load_scenarios,
-)
 from psrl.core.errors import ConfigError, ExitCode
+from psrl.paper.results import NotRunError, Results
+from psrl.paper.rows import QUOTIENTS, RULES, reproduced_rows, row_of
+from psrl.paper.scenarios import Assumptions, load_assumptions, load_scenarios
+from psrl.paper.table import Published, read_published
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper"
 WORKLOAD = """

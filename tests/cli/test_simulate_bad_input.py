@@ -103,7 +103,7 @@ def test_an_interrupted_comparison_leaves_nothing_behind(
 ) -> None:
     trace, _ = planned
     runs = trace.parent / "runs"
-    monkeypatch.setattr("psrl.analysis.report.write_report", interrupt)
+    monkeypatch.setattr("psrl.analysis.report.report.write_report", interrupt)
     command = ["compare", "--trace", str(trace), "--cluster", str(GPUS)]
     command += ["--run-dir", str(runs / "one"), "--policies", "verl", "psrl", "--quiet"]
     assert main(command) == 130

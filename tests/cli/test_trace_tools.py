@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from psrl.cli.main import main
-from psrl.core.trace import open_trace
+from psrl.core.samples.trace import open_trace
 
 DIALS = ("tasks=2", "rollouts=3", "iterations=2", "turns.quantiles=[2, 4]")
 

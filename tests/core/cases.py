@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.plan import (
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.presets import DEVICES
+from psrl.core.plan.plan import (
     Assignments,
     Blocks,
     MicroBatches,
@@ -15,8 +16,7 @@ from psrl.core.plan import (
     Segments,
     Table,
 )
-from psrl.core.presets import DEVICES
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import RandomProgram, random_batch, random_program
 
 MODEL = ModelSpec(

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psrl.core.block_allocator import BlockAllocator, Extent
 from psrl.core.errors import PlanError
+from psrl.core.plan.block_allocator import BlockAllocator, Extent
 
 
 class Allocation(RuleBasedStateMachine):

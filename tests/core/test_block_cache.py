@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from psrl.core.block_cache import BlockCache
 from psrl.core.errors import PlanError
-from psrl.core.plan import Blocks
-from psrl.core.schedule import Op
+from psrl.core.plan.block_cache import BlockCache
+from psrl.core.plan.plan import Blocks
+from psrl.core.plan.schedule import Op
 
 
 def table(*rows: tuple[int, int, int, str, int]) -> Blocks:

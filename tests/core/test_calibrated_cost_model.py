@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.calibrated_cost_model import CalibratedCostModel
-from psrl.core.calibration import (
+from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
+from psrl.core.cost.calibration import (
     Calibration,
     Coefficients,
     Curve,
@@ -18,9 +18,9 @@ from psrl.core.calibration import (
     Identification,
     load_calibration,
 )
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.layer_time import LayerShape, LayerTime
 from psrl.core.errors import ConfigError
-from psrl.core.layer_time import LayerShape, LayerTime
 
 MODEL = ModelSpec(
     name="hand",

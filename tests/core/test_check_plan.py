@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core import check_ops
-from psrl.core.check_plan import check_plan
 from psrl.core.errors import InfeasibleError, PlanError, PsrlError
-from psrl.core.plan import Blocks, Program
-from psrl.core.sample import make_batch
-from psrl.core.schedule import Op
+from psrl.core.plan import check_ops
+from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.plan import Blocks, Program
+from psrl.core.plan.schedule import Op
+from psrl.core.samples.sample import make_batch
 from tests.core.cases import (
     hand_batch,
     hand_program,

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.check_reads import RankedProgram, block_reads
-from psrl.core.packing import pack_rank
-from psrl.core.rank_nodes import nodes_of_ranks
+from psrl.core.plan.check_reads import RankedProgram, block_reads
+from psrl.core.plan.packing import pack_rank
+from psrl.core.tree.rank_nodes import nodes_of_ranks
 from tests.core.cases import random_case
 
 

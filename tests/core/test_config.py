@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from psrl.core.cluster import check_layout
-from psrl.core.config import Setup, load_setup
+from psrl.core.cost.cluster import check_layout
+from psrl.core.cost.presets import DEVICES, MODELS
 from psrl.core.errors import ConfigError
-from psrl.core.presets import DEVICES, MODELS
+from psrl.core.run.config import Setup, load_setup
 
 CLUSTER = """
 [model]

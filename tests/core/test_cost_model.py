@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.cluster import ClusterSpec, ModelSpec, ParallelConfig
-from psrl.core.cost_model import MemoryModel, RooflineCostModel
-from psrl.core.presets import DEVICES, MODELS
+from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.cost.presets import DEVICES, MODELS
 
 MODEL = MODELS["qwen2.5-7b"]
 

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from psrl.core.cluster import ParallelConfig
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import PlanError
-from psrl.core.events import GRADIENT_REDUCTION, EventLog, Events
-from psrl.core.memory import MemoryState
-from psrl.core.metrics import phase_metrics, run_metrics, sharing_metrics
+from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.run.events import GRADIENT_REDUCTION, EventLog, Events
+from psrl.core.run.metrics import phase_metrics, run_metrics, sharing_metrics
 from tests.core.cases import hand_batch, hand_program, wrap
 
 NOTHING = MemoryState(100, 0, 0, 0, 0)

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.calibrated_cost_model import CalibratedCostModel
-from psrl.core.calibration import Calibration, Coefficients, Domain
-from psrl.core.cluster import ModelSpec, ParallelConfig, check_layout
-from psrl.core.cost_model import MemoryModel, RooflineCostModel
-from psrl.core.expert_parallel import (
+from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig, check_layout
+from psrl.core.cost.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.cost.expert_parallel import (
     expert_data_parallel_size,
     expert_exchange_s,
     optimizer_shard,
     rank_parameters,
 )
-from psrl.core.presets import MODELS
+from psrl.core.cost.presets import MODELS
 from tests.core.cases import a100_cluster
 
 # Attention 8 * (2 * 8 + 2 * 4) + norms 2 * 8 = 208; router 8 * 4; an expert 3 * 8 * 5 = 120.

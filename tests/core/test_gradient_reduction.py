@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from psrl.core.cluster import ClusterSpec
-from psrl.core.gradient_reduction import ring_s
-from psrl.core.presets import DEVICES
+from psrl.core.cost.cluster import ClusterSpec
+from psrl.core.cost.gradient_reduction import ring_s
+from psrl.core.cost.presets import DEVICES
 
 
 def hosts(num_hosts: int, inside: float = 400.0, across: float = 50.0) -> ClusterSpec:

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.cost_model import MemoryModel
+from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import PlanError
-from psrl.core.memory import HEAD_CHUNK_TOKENS, MemoryLedger, MemoryState
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Plan
-from psrl.core.prefix_tree import PrefixTree
-from psrl.core.schedule import Op, stage_ops
+from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS, MemoryLedger, MemoryState
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Plan
+from psrl.core.plan.schedule import Op, stage_ops
+from psrl.core.tree.prefix_tree import PrefixTree
 from tests.core.cases import hand_batch, hand_program, random_case, with_values, wrap
 
 # Of the tiny model on one of two stages (2 layers), worked out in test_cost_model.py's way.

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import PlanError
-from psrl.core.packing import LOCAL, loss_edges, pack_rank, visible_pairs
-from psrl.core.plan import Program
-from psrl.core.prefix_tree import PrefixTree
+from psrl.core.plan.packing import LOCAL, loss_edges, pack_rank, visible_pairs
+from psrl.core.plan.plan import Program
+from psrl.core.tree.prefix_tree import PrefixTree
 from tests.core.cases import random_case, with_values, without_row
 
 TreeToken = tuple[int, int]  # node and depth

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from psrl.core.errors import PlanError
-from psrl.core.plan import Blocks, MicroBatches, Plan
+from psrl.core.plan.plan import Blocks, MicroBatches, Plan
 from tests.core.cases import random_case, wrap
 
 TABLES = ("assignments", "segments", "micro_batches", "schedule", "blocks")

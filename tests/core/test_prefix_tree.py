@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import PlanError
-from psrl.core.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 Token = tuple[int, int]  # symbol id and position inside the symbol
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.calibrated_cost_model import CalibratedCostModel
-from psrl.core.calibration import Calibration, Coefficients, Domain
-from psrl.core.cluster import (
+from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain
+from psrl.core.cost.cluster import (
     ParallelConfig,
     first_device,
     pipeline_link,
     reduction_crosses_hosts,
 )
-from psrl.core.cost_model import RooflineCostModel
-from psrl.core.expert_parallel import expert_data_parallel_size
-from psrl.core.presets import MODELS
+from psrl.core.cost.cost_model import RooflineCostModel
+from psrl.core.cost.expert_parallel import expert_data_parallel_size
+from psrl.core.cost.presets import MODELS
 from tests.core.cases import a100_cluster
 
 DENSE, MOE = MODELS["qwen2.5-7b"], MODELS["qwen3-moe-tiny"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from psrl.core.errors import ConfigError
-from psrl.core.run import RunDir, environment_versions, read_json
+from psrl.core.run.run_directory import RunDir, environment_versions, read_json
 
 
 def test_run_appears_when_the_block_succeeds(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import SampleBatch, make_batch, ragged_take
+from psrl.core.samples.sample import SampleBatch, make_batch, ragged_take
 
 
 def small_batch() -> SampleBatch:

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.sample import make_batch
-from psrl.core.sample_order import sort_samples
+from psrl.core.samples.sample import make_batch
+from psrl.core.tree.sample_order import sort_samples
 
 # Few symbols, so that samples repeat, extend and end inside each other; and ids of every width.
 SYMBOLS = st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**63 - 1]) | st.integers(0, 1)

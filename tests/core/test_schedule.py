@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.schedule import (
+from psrl.core.plan.schedule import (
     Op,
     eager_backward_order,
     fill_counts,

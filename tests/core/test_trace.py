@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.trace import Trace, batch_hash, open_trace, write_trace
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.core.samples.trace import Trace, batch_hash, open_trace, write_trace
 
 
 def token_batch(shift: int = 0) -> SampleBatch:

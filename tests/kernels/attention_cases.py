@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from psrl.core.packing import PackedMicroBatch, pack_rank
-from psrl.core.sample import make_batch
+from psrl.core.plan.packing import PackedMicroBatch, pack_rank
+from psrl.core.samples.sample import make_batch
 from psrl.kernels import DictStore, tree_attention
-from psrl.kernels.tree_attention import Implementation
+from psrl.kernels.attention.tree_attention import Implementation
 from tests.random_plans import RandomProgram, random_program
 
 

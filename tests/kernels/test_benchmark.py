@@ -13,12 +13,12 @@ import torch
 
 from psrl.cli import main
 from psrl.core.errors import BackendError, ConfigError, ToleranceError
-from psrl.kernels import baselines, benchmark
-from psrl.kernels.baselines import sample_rows
-from psrl.kernels.benchmark import Workload
-from psrl.kernels.benchmark_table import Skipped, write_csv
-from psrl.kernels.forests import Segment, pack_forest
-from psrl.kernels.shapes import SHAPES, make_shape
+from psrl.kernels.benchmark import baselines, benchmark
+from psrl.kernels.benchmark.baselines import sample_rows
+from psrl.kernels.benchmark.benchmark import Workload
+from psrl.kernels.benchmark.forests import Segment, pack_forest
+from psrl.kernels.benchmark.shapes import SHAPES, make_shape
+from psrl.kernels.benchmark.table import Skipped, write_csv
 
 Capture = pytest.CaptureFixture[str]
 

@@ -8,10 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import PlanError
-from psrl.core.packing import LOCAL, Chain, KeyRun, PackedMicroBatch, pack_rank
-from psrl.kernels.benchmark_table import plan_cost
-from psrl.kernels.block_index import key_index, query_index
-from psrl.kernels.forests import (
+from psrl.core.plan.packing import LOCAL, Chain, KeyRun, PackedMicroBatch, pack_rank
+from psrl.kernels.attention.key_rows import (
+    KeyRows,
+    cached_rows,
+    key_runs,
+    local_rows,
+    rows_of_parents,
+)
+from psrl.kernels.attention.visibility_rule import visibility
+from psrl.kernels.benchmark.forests import (
     Segment,
     join_forests,
     level_tree,
@@ -19,8 +25,8 @@ from psrl.kernels.forests import (
     parents,
     random_forest,
 )
-from psrl.kernels.key_rows import KeyRows, cached_rows, key_runs, local_rows, rows_of_parents
-from psrl.kernels.visibility_rule import visibility
+from psrl.kernels.benchmark.table import plan_cost
+from psrl.kernels.triton.block_index import key_index, query_index
 from tests.kernels.attention_cases import random_case
 
 STAR = [Segment(-1, 4096), *[Segment(0, 200 + 13 * i) for i in range(64)]]

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from psrl.core.errors import BackendError
-from psrl.kernels.compile_report import KERNELS, report_in_own_process, shipped
+from psrl.kernels.triton.compile_report import KERNELS, report_in_own_process, shipped
 
 SHARED_BYTES = {"sm_90a": 227 * 1024, "sm_90": 227 * 1024, "sm_80": 99 * 1024}
 """Limit of a program; sm_80 stands for all newer ones too, of which the smallest have 99 KiB."""

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from psrl.core.errors import BackendError
-from psrl.core.packing import LOCAL, Chain, KeyRun, pack_rank
-from psrl.kernels import parts, tree_attention
-from psrl.kernels.parts import split_chains
+from psrl.core.plan.packing import LOCAL, Chain, KeyRun, pack_rank
+from psrl.kernels import tree_attention
+from psrl.kernels.attention import parts
+from psrl.kernels.attention.parts import split_chains
 from tests.kernels.attention_cases import branching_case, random_case, random_rows
 
 

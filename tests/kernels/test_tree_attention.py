@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from psrl.core.errors import BackendError
-from psrl.core.packing import LOCAL, PackedMicroBatch, pack_rank
+from psrl.core.plan.packing import LOCAL, PackedMicroBatch, pack_rank
 from psrl.kernels import DictStore, tree_attention
-from psrl.kernels.tree_attention import Implementation
+from psrl.kernels.attention.tree_attention import Implementation
 from tests.kernels.attention_cases import (
     Result,
     Rows,

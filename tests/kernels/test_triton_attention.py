@@ -18,15 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from psrl.core.errors import BackendError
-from psrl.core.packing import PackedMicroBatch
-from psrl.kernels import (
-    DictStore,
-    KeyValueStore,
-    LinearStore,
-    prepare_attention,
-    tree_attention,
-)
-from psrl.kernels.check import (
+from psrl.core.plan.packing import PackedMicroBatch
+from psrl.kernels import DictStore, KeyValueStore, LinearStore, prepare_attention, tree_attention
+from psrl.kernels.benchmark.check import (
     TOLERANCE,
     Inputs,
     check_forest,
@@ -35,18 +29,16 @@ from psrl.kernels.check import (
     relative_errors,
     run_micro_batches,
 )
-from psrl.kernels.configs import KernelTiles, Tiles
-from psrl.kernels.forests import Segment, pack_forest, parents, random_forest
+from psrl.kernels.benchmark.forests import Segment, pack_forest, parents, random_forest
+from psrl.kernels.triton.configs import KernelTiles, Tiles
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from psrl.kernels import attention_index, block_index, key_rows
-from psrl.kernels import triton_backward as backward
-from psrl.kernels import triton_forward as forward
-from psrl.kernels import triton_launch as host
-from psrl.kernels import triton_tiles as tiles
-from psrl.kernels.triton_attention import triton_attention
-from psrl.kernels.triton_launch import attention_forward
+from psrl.kernels.attention import key_rows
+from psrl.kernels.triton import attention_index, backward, block_index, forward, tiles
+from psrl.kernels.triton import launch as host
+from psrl.kernels.triton.attention import triton_attention
+from psrl.kernels.triton.launch import attention_forward
 
 pytestmark = pytest.mark.skipif(
     not tiles.INTERPRETED.value, reason="TRITON_INTERPRET was not 1 at the first import"
@@ -319,7 +311,7 @@ def test_a_prepared_micro_batch_builds_nothing_in_its_layers(
 def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (packed,) = pack_forest([Segment(-1, 5)])
     inputs = random_inputs(5, (2, 1), 16, torch.float32)
-    dispatcher = sys.modules["psrl.kernels.tree_attention"]
+    dispatcher = sys.modules["psrl.kernels.attention.tree_attention"]
     monkeypatch.setattr(dispatcher, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match="not installed"):
         tree_attention(*inputs[:3], packed, implementation="triton")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import PlanError
-from psrl.core.packing import LOCAL, Chain, KeyRun, PackedMicroBatch, pack_rank
+from psrl.core.plan.packing import LOCAL, Chain, KeyRun, PackedMicroBatch, pack_rank
 from psrl.kernels import visibility
 from tests.kernels.attention_cases import packed_tokens, random_case
 from tests.random_plans import RandomProgram

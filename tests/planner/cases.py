@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ParallelConfig
-from psrl.core.config import PlanningConfig, Setup
-from psrl.core.presets import MODELS
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ParallelConfig
+from psrl.core.cost.presets import MODELS
+from psrl.core.run.config import PlanningConfig, Setup
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.planner import PlanningProblem
 from tests.random_plans import random_batch
 

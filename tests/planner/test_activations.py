@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.planner import make_plan
-from psrl.planner.activations import (
+from psrl.planner.micro_batching.activations import (
     ActivationBytes,
     layer_forward_s,
     least_repeated,
     lowest_peak,
 )
-from psrl.planner.cut_rules import CutRule
-from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import cut_group, group_bytes
-from psrl.planner.rank_view import RankView, rank_view
+from psrl.planner.micro_batching.best_cuts import cut_group, group_bytes
+from psrl.planner.micro_batching.cut_rules import CutRule
+from psrl.planner.micro_batching.rank_tree import RankView, rank_view
+from psrl.planner.placement.placement import Layout
 from tests.planner.cases import make_moe_setup, nasty_batch, problem_of, update_of, workloads
 
 MODES = np.array(["keep", "recompute", "drop"])

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from ortools.sat.python import cp_model
 
-from psrl.core.config import Setup
+from psrl.core.run.config import Setup
 from psrl.planner import make_plan
-from psrl.planner.cost_tree import rank_costs
-from psrl.planner.cp_search import place_items
-from psrl.planner.local_search import LocalSearch
-from psrl.planner.placement_tree import two_level_leaves
-from psrl.planner.set_costs import SetCosts
+from psrl.planner.placement.cost_tree import rank_costs
+from psrl.planner.placement.cp_search import place_items
+from psrl.planner.placement.local_search import LocalSearch
+from psrl.planner.placement.set_costs import SetCosts
+from psrl.planner.placement.two_level import two_level_leaves
 from tests.planner.cases import make_setup, problem_of, update_of, workloads
 
 

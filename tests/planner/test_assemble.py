@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.schedule import Op
-from psrl.planner.assemble import RankProgram, rank_program
-from psrl.planner.layout import Layout, Pieces
+from psrl.core.plan.schedule import Op
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.planner.micro_batching.assemble import RankProgram, rank_program
+from psrl.planner.placement.placement import Layout, Pieces
 from psrl.planner.problem import PlanningProblem
 from tests.planner.cases import make_setup, update_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import ExitCode, InfeasibleError
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.planner import POLICIES, make_plan
 from psrl.planner.feasibility import least_bytes
 from tests.planner.cases import make_setup, problem_of, tree_batch

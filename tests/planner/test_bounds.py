@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner.bounds import is_refuted, rank_cost_bound
-from psrl.planner.cost_tree import rank_costs
-from psrl.planner.placement_tree import dfs_cut_leaves, two_level_leaves
+from psrl.planner.bounds.forced_copies import is_refuted, rank_cost_bound
+from psrl.planner.placement.cost_tree import rank_costs
+from psrl.planner.placement.two_level import dfs_cut_leaves, two_level_leaves
 from psrl.planner.problem import ProgramProblem
 from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of
 

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
+from psrl.core.plan.plan import Plan
+from psrl.core.samples.sample import SampleBatch
 from psrl.planner import POLICIES, PlanningProblem, make_plan
-from psrl.planner.assemble import join_ranks, rank_program
-from psrl.planner.cut_rules import CutRule, all_rules, cut_in_step, cut_rank
-from psrl.planner.expert_groups import run_in_step, slowest_durations
-from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import cut_group
-from psrl.planner.rank_micro_batches import token_cuts
-from psrl.planner.rank_view import rank_view
-from psrl.planner.token_cuts import cut_exactly, pieces_of
+from psrl.planner.micro_batching.all_ranks import token_cuts
+from psrl.planner.micro_batching.assemble import join_ranks, rank_program
+from psrl.planner.micro_batching.best_cuts import cut_group
+from psrl.planner.micro_batching.cut_rules import CutRule, all_rules, cut_in_step, cut_rank
+from psrl.planner.micro_batching.expert_groups import run_in_step, slowest_durations
+from psrl.planner.micro_batching.rank_tree import rank_view
+from psrl.planner.micro_batching.token_cuts import cut_exactly, pieces_of
+from psrl.planner.placement.placement import Layout
 from psrl.sim import simulate
 from tests.planner.cases import (
     chains,

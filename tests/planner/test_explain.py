@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from psrl.core.errors import InfeasibleError
-from psrl.core.schedule import Op, pipeline_timing, stage_ops
+from psrl.core.plan.schedule import Op, pipeline_timing, stage_ops
 from psrl.planner import (
     explain,
     format_choices,
@@ -15,7 +15,7 @@ from psrl.planner import (
     search_layouts,
     search_progress,
 )
-from psrl.planner.critical_path import StageOp, critical_path
+from psrl.planner.explanation.critical_path import StageOp, critical_path
 from psrl.planner.layout_search import layouts_of
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 

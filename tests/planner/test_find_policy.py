@@ -9,7 +9,7 @@ import pytest
 
 from psrl.core.errors import ConfigError, PlanError, PsrlError
 from psrl.planner import POLICIES, Draft, find_policy, make_plan
-from psrl.planner.rank_micro_batches import token_cuts
+from psrl.planner.micro_batching.all_ranks import token_cuts
 from tests.planner.cases import make_setup, problem_of, update_of, workloads
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "policies.md"

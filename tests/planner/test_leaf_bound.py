@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner import POLICIES, placement_optimal
-from psrl.planner.bounds import rank_cost_bound
-from psrl.planner.cost_tree import rank_costs
-from psrl.planner.group_bound import raise_by_groups
-from psrl.planner.leaf_bound import least_node_s, raise_by_leaves
-from psrl.planner.placement_tree import two_level_leaves
+from psrl.planner import POLICIES
+from psrl.planner.bounds.forced_copies import rank_cost_bound
+from psrl.planner.bounds.group_bound import raise_by_groups
+from psrl.planner.bounds.leaf_bound import least_node_s, raise_by_leaves
+from psrl.planner.placement import optimal as placement_optimal
+from psrl.planner.placement.cost_tree import rank_costs
+from psrl.planner.placement.two_level import two_level_leaves
 from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of
 from tests.planner.test_bounds import sample_placement_work_s
 from tests.planner.test_placement_optimal import every_placement_s, random_tree

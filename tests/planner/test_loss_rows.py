@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.loss_rows import loss_rows
-from psrl.core.packing import loss_edges
+from psrl.core.plan.packing import loss_edges
+from psrl.core.tree.loss_rows import loss_rows
 from psrl.planner import make_plan
 from tests.planner.cases import make_setup, nasty_batch, problem_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import ConfigError, ExitCode, InfeasibleError
-from psrl.core.plan import Plan
+from psrl.core.plan.plan import Plan
 from psrl.planner import POLICIES, make_plan
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner.assemble import rank_program
-from psrl.planner.cut_rules import all_rules, cut_all, cut_rank
-from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import best_group_program, cut_group, least_time_s
-from psrl.planner.rank_view import RankView, rank_view
-from psrl.planner.token_cuts import cut_units, pieces_of, unit_starts
+from psrl.planner.micro_batching.assemble import rank_program
+from psrl.planner.micro_batching.best_cuts import best_group_program, cut_group, least_time_s
+from psrl.planner.micro_batching.cut_rules import all_rules, cut_all, cut_rank
+from psrl.planner.micro_batching.rank_tree import RankView, rank_view
+from psrl.planner.micro_batching.token_cuts import cut_units, pieces_of, unit_starts
+from psrl.planner.placement.placement import Layout
 from tests.planner.cases import (
     make_moe_setup,
     make_setup,

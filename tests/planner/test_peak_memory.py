@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cost_model import MemoryModel
-from psrl.core.memory import MemoryLedger
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Program
-from psrl.core.prefix_tree import PrefixTree
-from psrl.core.schedule import stage_ops
+from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.plan.memory_ledger import MemoryLedger
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Program
+from psrl.core.plan.schedule import stage_ops
+from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.planner import POLICIES, make_plan
-from psrl.planner.peak_memory import peak_bytes
+from psrl.planner.micro_batching.peak_memory import peak_bytes
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 
 

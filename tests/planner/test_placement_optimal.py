@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.planner import POLICIES, make_plan
-from psrl.planner.bounds import rank_cost_bound
-from psrl.planner.cost_tree import CostTree, rank_costs
-from psrl.planner.cp_search import improve_few_ranks, place_items
-from psrl.planner.group_bound import groups_refute, raise_by_groups
-from psrl.planner.set_costs import SetCosts, leaf_set_costs
-from psrl.planner.subset_search import best_items, lowest_maximum
+from psrl.planner.bounds.forced_copies import rank_cost_bound
+from psrl.planner.bounds.group_bound import groups_refute, raise_by_groups
+from psrl.planner.placement.cost_tree import CostTree, rank_costs
+from psrl.planner.placement.cp_search import improve_few_ranks, place_items
+from psrl.planner.placement.set_costs import SetCosts, leaf_set_costs
+from psrl.planner.placement.subset_search import best_items, lowest_maximum
 from tests.planner.cases import make_setup, nasty_batch, problem_of, tree_batch, update_of
 from tests.planner.test_bounds import sample_placement_work_s
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.sample import make_batch
-from psrl.planner.placement_riders import move_riders
+from psrl.core.samples.sample import make_batch
+from psrl.planner.placement.nested_samples import move_riders
 from tests.planner.cases import make_setup, nasty_batch, update_of
 from tests.planner.test_bounds import sample_placement_work_s
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner.cost_tree import CostTree, rank_costs
-from psrl.planner.local_search import LocalSearch
-from psrl.planner.placement_tree import dfs_cut_leaves, two_level_leaves
+from psrl.planner.placement.cost_tree import CostTree, rank_costs
+from psrl.planner.placement.local_search import LocalSearch
+from psrl.planner.placement.two_level import dfs_cut_leaves, two_level_leaves
 from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of, workloads
 
 
@@ -75,6 +75,6 @@ def test_chains_of_samples_merge_into_one_node() -> None:
 
 
 def nasty_chain():
-    from psrl.core.sample import make_batch
+    from psrl.core.samples.sample import make_batch
 
     return make_batch([[1, 2], [1, 2, 3], [1, 2, 3, 4]], [[(1, 2)], [(2, 3)], [(3, 4)]])

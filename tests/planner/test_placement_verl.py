@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.planner.placement_verl import karmarkar_karp, verl_micro_batches, verl_ranks, workload
+from psrl.planner.placement.verl import karmarkar_karp, verl_micro_batches, verl_ranks, workload
 
 
 def sums_of(weights: list[int], sets: np.ndarray, count: int) -> list[int]:

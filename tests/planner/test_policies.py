@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.sample import make_batch
+from psrl.core.samples.sample import make_batch
 from psrl.planner import POLICIES, make_plan
 from tests.planner.cases import make_setup, nasty_batch, problem_of, update_of, workloads
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from psrl.planner.placement_verl import karmarkar_karp, verl_micro_batches, verl_ranks, workload
+from psrl.planner.placement.verl import karmarkar_karp, verl_micro_batches, verl_ranks, workload
 
 verl = pytest.importorskip(
     "verl.utils.seqlen_balancing", reason="the veRL package", exc_type=ImportError

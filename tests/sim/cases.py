@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.cost_model import Amount
-from psrl.core.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.schedule import Op, interleave
+from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cost_model import Amount
+from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
+from psrl.core.plan.schedule import Op, interleave
+from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import random_batch, random_program
 
 MODEL = ModelSpec(

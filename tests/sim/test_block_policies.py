@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.check_plan import check_plan
-from psrl.core.cost_model import MemoryModel
+from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import ConfigError
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Blocks, Plan
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.schedule import Op
+from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Blocks, Plan
+from psrl.core.plan.schedule import Op
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim import simulate
-from psrl.sim.block_effects import apply_block_policy
-from psrl.sim.block_policies import BlockPolicy
-from psrl.sim.block_replay import Replay, replay_blocks
+from psrl.sim.blocks.block_effects import apply_block_policy
+from psrl.sim.blocks.block_policies import BlockPolicy
+from psrl.sim.blocks.block_replay import Replay, replay_blocks
 from tests.random_plans import random_batch, random_program
 from tests.sim.cases import PlainCostModel, make_plan
 

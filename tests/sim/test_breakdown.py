@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.errors import PlanError
-from psrl.core.metrics import PHASES, run_metrics
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.plan.plan import Plan
+from psrl.core.run.metrics import PHASES, run_metrics
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim import OutOfMemory, SimOptions, sharing_bounds, simulate, speedup_factors
-from psrl.sim.block_effects import apply_block_policy
-from psrl.sim.block_policies import BlockPolicy
+from psrl.sim.blocks.block_effects import apply_block_policy
+from psrl.sim.blocks.block_policies import BlockPolicy
 from psrl.sim.iteration import iteration_metrics, modelled_rollout
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cost_model import MemoryModel
+from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import PlanError
-from psrl.core.events import Events
-from psrl.core.packing import PackedMicroBatch, pack_rank
-from psrl.core.plan import Plan, Program
-from psrl.core.sample import SampleBatch
-from psrl.core.schedule import Op, pipeline_timing, stage_ops
+from psrl.core.plan.packing import PackedMicroBatch, pack_rank
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.schedule import Op, pipeline_timing, stage_ops
+from psrl.core.run.events import Events
+from psrl.core.samples.sample import SampleBatch
 from psrl.sim import simulate
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import ConfigError
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim.iteration import Rollout, iteration_metrics, modelled_rollout, recorded_rollout
 
 

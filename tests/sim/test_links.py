@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.calibrated_cost_model import CalibratedCostModel
-from psrl.core.calibration import Calibration, Coefficients, Domain
-from psrl.core.cluster import ClusterSpec, ParallelConfig, first_device, pipeline_link
-from psrl.core.cost_model import RooflineCostModel
-from psrl.core.presets import DEVICES, MODELS
-from psrl.sim.stage import SharedPorts
+from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain
+from psrl.core.cost.cluster import ClusterSpec, ParallelConfig, first_device, pipeline_link
+from psrl.core.cost.cost_model import RooflineCostModel
+from psrl.core.cost.presets import DEVICES, MODELS
+from psrl.sim.replay.stage import SharedPorts
 from tests.sim.cases import chains_batch, chains_program, make_plan
 
 MODEL = MODELS["qwen2.5-7b"]

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cluster import ParallelConfig
-from psrl.core.cost_model import MemoryModel
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import ConfigError, PlanError
-from psrl.core.events import Events
-from psrl.core.memory import MemoryLedger
-from psrl.core.packing import pack_rank
-from psrl.core.plan import Plan
-from psrl.core.sample import SampleBatch
-from psrl.core.schedule import stage_ops
+from psrl.core.plan.memory_ledger import MemoryLedger
+from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.plan import Plan
+from psrl.core.plan.schedule import stage_ops
+from psrl.core.run.events import Events
+from psrl.core.samples.sample import SampleBatch
 from psrl.sim import SimOptions, chosen_engine, options, simulate
-from psrl.sim.op_order import OP_NAMES, op_table, stage_order
-from psrl.sim.work import phase_work
+from psrl.sim.replay.op_order import OP_NAMES, op_table, stage_order
+from psrl.sim.replay.work import phase_work
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
 COSTS = PlainCostModel(
@@ -183,7 +183,7 @@ def test_messages_inside_a_host_use_no_port() -> None:
 
 def test_overlapped_buckets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "gradient_buckets", lambda plan: 2)
-    monkeypatch.setattr("psrl.sim.reduction.gradient_buckets", lambda plan: 2)
+    monkeypatch.setattr("psrl.sim.replay.reduction.gradient_buckets", lambda plan: 2)
     batch = chains_batch([2])
     plan = make_plan([chains_program(batch, [[0]])])
     costs = PlainCostModel(forward_op_s=1.0, backward_op_s=4.0, reduction_s=9.0)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
 
 
 @st.composite

@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.traces.chat_template import (
-    IM_END,
-    IM_START,
-    Message,
-    ToolCall,
-    Turn,
-    render,
-    turns_text,
-)
+from psrl.traces.chat_template import IM_END, IM_START, Message, ToolCall, Turn, render, turns_text
 from psrl.traces.tokenizer import MAX_BLANK_RUN, load_tokenizer
 
 GOLDEN = """<|im_start|>system

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from psrl.core.trace import open_trace
+from psrl.core.samples.trace import open_trace
 from psrl.traces.stats import sharing_stats
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "traces"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.prefix_tree import build_prefix_tree
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.core.tree.prefix_tree import build_prefix_tree
 from psrl.traces.advantages import grpo_advantages
 from psrl.traces.blocks import compact_symbols, to_blocks, to_blocks_all
 from psrl.traces.grouping import codes_by_appearance, rank_within, trajectory_codes

@@ -12,7 +12,7 @@ import pytest
 
 from psrl.cli.main import main
 from psrl.core.errors import ConfigError, ExitCode, TraceError
-from psrl.core.trace import open_trace
+from psrl.core.samples.trace import open_trace
 from psrl.traces.importers import (
     IMPORTERS,
     ImportOptions,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 from psrl.traces.importers import ImportOptions, import_recording
 from psrl.traces.modes import derive
 from psrl.traces.recording import Recording

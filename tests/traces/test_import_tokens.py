@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from psrl.core.errors import ConfigError, PsrlError, TraceError
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 from psrl.traces.importers import ImportOptions, detect_format, import_recording
 from psrl.traces.recording import Recording
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 from psrl.traces.importers import ImportOptions, import_recording
 from psrl.traces.importers.samples import RecordedSample
 from psrl.traces.importers.tree_paths import TreeNode, tree_samples

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import open_trace, write_trace
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import open_trace, write_trace
 from psrl.traces.blocks import to_blocks_all
 from psrl.traces.importers import ImportOptions, detect_format, import_recording
 from psrl.traces.modes import derive

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import SampleBatch, make_batch
-from psrl.core.trace import Trace, write_trace
+from psrl.core.samples.sample import SampleBatch, make_batch
+from psrl.core.samples.trace import Trace, write_trace
 from psrl.traces.merging import merge_traces
 from psrl.traces.stats import sharing_stats
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from psrl.core.trace import open_trace
+from psrl.core.samples.trace import open_trace
 from psrl.traces.modes import derive
 from psrl.traces.stats import sharing_stats
 from tests.traces.figures.make_figures import FIGURES

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from psrl.core.presets import MODELS
-from psrl.core.sample import SampleBatch, make_batch
+from psrl.core.cost.presets import MODELS
+from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.traces.stats import LEVELS, forward_flops, sharing_stats, total_stats
 from tests.traces.random_batches import step_batches
 from tests.traces.test_derived import token_paths

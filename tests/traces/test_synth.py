@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import ConfigError
-from psrl.core.sample import SampleBatch
+from psrl.core.samples.sample import SampleBatch
 from psrl.traces.blocks import to_blocks
 from psrl.traces.stats import sharing_stats
 from psrl.traces.synth import PRESETS, SYNTH_MODES, Distribution, load_spec, synthesise

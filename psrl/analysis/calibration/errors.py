@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from psrl.core.calibration import ErrorRow
-from psrl.core.sample import FloatArray, IntArray, StrArray
+from psrl.core.cost.calibration import ErrorRow
+from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 FitAndPredict = Callable[[IntArray, IntArray], FloatArray]
 """(rows to fit, rows to predict) to predicted seconds of the latter."""

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.calibration import Calibration, Coefficients, Domain, ErrorRow
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain, ErrorRow
 from psrl.core.errors import ConfigError
-from psrl.core.events import GRADIENT_REDUCTION, OPTIMIZER_STEP
-from psrl.core.metrics import PHASES
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP
+from psrl.core.run.metrics import PHASES
+from psrl.core.samples.sample import FloatArray, IntArray
 
 from .errors import cross_validate, error_row, error_table, group_folds
 from .executed_ops import ExecutedOps, cost_model_of

@@ -5,13 +5,13 @@ from functools import cached_property
 
 import numpy as np
 
-from psrl.core.calibrated_cost_model import CalibratedCostModel
-from psrl.core.calibration import Calibration, Coefficients, Domain
-from psrl.core.cluster import DeviceSpec
+from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
+from psrl.core.cost.calibration import Calibration, Coefficients, Domain
+from psrl.core.cost.cluster import DeviceSpec
 from psrl.core.errors import ConfigError
-from psrl.core.events import GRADIENT_REDUCTION
-from psrl.core.plan import Plan
-from psrl.core.sample import FloatArray, IntArray, StrArray
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import GRADIENT_REDUCTION
+from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 from .executed_runs import ExecutedRun
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import ConfigError
-from psrl.core.events import Events
-from psrl.core.plan import Plan
-from psrl.core.run import read_json
-from psrl.core.sample import FloatArray, IntArray, StrArray
+from psrl.core.plan.plan import Plan
+from psrl.core.run.events import Events
+from psrl.core.run.run_directory import read_json
+from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 _BYTES_OF_DTYPE = {"bfloat16": 2, "float32": 4, "float64": 8}
 

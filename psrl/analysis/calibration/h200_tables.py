@@ -6,10 +6,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from psrl.core.calibration import Calibration, Coefficients, Curve, Domain, ErrorRow, Identification
-from psrl.core.layer_time import LayerShape, LayerTime
-from psrl.core.presets import DEVICES
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.cost.calibration import (
+    Calibration,
+    Coefficients,
+    Curve,
+    Domain,
+    ErrorRow,
+    Identification,
+)
+from psrl.core.cost.layer_time import LayerShape, LayerTime
+from psrl.core.cost.presets import DEVICES
+from psrl.core.samples.sample import FloatArray, IntArray
 
 from .errors import cross_validate, error_table, folds_of
 from .least_squares import Candidate, Predict, fit_coefficients

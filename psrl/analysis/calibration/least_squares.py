@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from psrl.core.calibration import Identification
+from psrl.core.cost.calibration import Identification
 from psrl.core.errors import ConfigError
-from psrl.core.sample import FloatArray
+from psrl.core.samples.sample import FloatArray
 
 MIN_ROWS = 5
 """A coefficient seen by fewer measurements keeps its starting value."""

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from psrl.core.calibration import Coefficients, Curve
-from psrl.core.cluster import ClusterSpec
-from psrl.core.gradient_reduction import ring_s
-from psrl.core.layer_time import LayerShape, LayerTime
-from psrl.core.presets import DEVICES
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.cost.calibration import Coefficients, Curve
+from psrl.core.cost.cluster import ClusterSpec
+from psrl.core.cost.gradient_reduction import ring_s
+from psrl.core.cost.layer_time import LayerShape, LayerTime
+from psrl.core.cost.presets import DEVICES
+from psrl.core.samples.sample import FloatArray, IntArray
 
 from .least_squares import Values
 from .nccl import read_curves

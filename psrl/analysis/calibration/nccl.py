@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from psrl.core.calibration import Curve
+from psrl.core.cost.calibration import Curve
 from psrl.core.errors import ConfigError
 
 from .tables import read_table

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.calibration import Calibration, Domain, ErrorRow, Identification
-from psrl.core.sample import FloatArray, IntArray, StrArray
+from psrl.core.cost.calibration import Calibration, Domain, ErrorRow, Identification
+from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 from .errors import cross_validate, error_row, error_table, folds_of
 from .least_squares import Candidate, Fit, fit_coefficients

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from psrl.backend.compat import parallel_state
-from psrl.backend.engine import RankEngine
-from psrl.backend.inputs import RankProgram
-from psrl.backend.look_ahead import forward_only
-from psrl.backend.stage import PhaseInputs
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.inputs import RankProgram
+from psrl.backend.train.look_ahead import forward_only
+from psrl.backend.train.stage import PhaseInputs
 from psrl.core.errors import BackendError
-from psrl.core.events import EventLog
-from psrl.core.sample import FloatArray
+from psrl.core.run.events import EventLog
+from psrl.core.samples.sample import FloatArray
 
 from .planning import BatchPlanner
 from .sample_loss import WholeSampleLoss

@@ -21,14 +21,14 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from psrl.backend.compat import parallel_state
-from psrl.backend.engine import RankEngine
 from psrl.backend.execute import fastest_implementation
-from psrl.backend.loss import LossOptions
-from psrl.backend.model import build_model
-from psrl.backend.moe import RouterOptions
-from psrl.backend.weights import load_hf
+from psrl.backend.model.model import build_model
+from psrl.backend.model.moe import RouterOptions
+from psrl.backend.model.weights import load_hf
+from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.loss import LossOptions
 from psrl.core.errors import BackendError
-from psrl.core.events import EventLog
+from psrl.core.run.events import EventLog
 
 from .batch_fields import loss_fields, plain_fields, temperature
 from .batch_run import BatchRun

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.backend.hf_layout import check_hf_config
-from psrl.core.cluster import ModelSpec
+from psrl.backend.model.hf_layout import check_hf_config
+from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import BackendError
 
 _FAMILIES = ("qwen2", "qwen3", "qwen3_moe")

@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from psrl.core.calibration import load_calibration
-from psrl.core.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig, Spec, check_layout
-from psrl.core.config import PlanningConfig, Setup, parse
+from psrl.core.cost.calibration import load_calibration
+from psrl.core.cost.cluster import (
+    ClusterSpec,
+    DeviceSpec,
+    ModelSpec,
+    ParallelConfig,
+    Spec,
+    check_layout,
+)
+from psrl.core.cost.presets import DEVICES
 from psrl.core.errors import ConfigError
-from psrl.core.presets import DEVICES
-from psrl.planner.find_policy import find_policy
+from psrl.core.run.config import PlanningConfig, Setup, parse
+from psrl.planner.policies.find_policy import find_policy
 
 from .policy import QUICK
 

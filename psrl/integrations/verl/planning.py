@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from psrl.backend.inputs import RankProgram, prepare_rank_program
-from psrl.backend.pipe import Pipeline
-from psrl.backend.tokens import TokenIds
-from psrl.core.config import Setup
-from psrl.core.trace import batch_hash
+from psrl.backend.train.inputs import RankProgram, prepare_rank_program
+from psrl.backend.train.pipe import Pipeline
+from psrl.backend.train.tokens import TokenIds
+from psrl.core.run.config import Setup
+from psrl.core.samples.trace import batch_hash
 from psrl.planner import PlanningProblem, make_plan
 
 from .samples import WholeSamples
@@ -48,7 +48,7 @@ class BatchPlanner:
 
     Attributes:
         rank: data-parallel rank.
-        coupled_ranks: see `psrl.backend.moe.rows_to_exchange`.
+        coupled_ranks: see `psrl.backend.model.moe.rows_to_exchange`.
     """
 
     setup: Setup

@@ -8,16 +8,16 @@ from itertools import product
 
 import numpy as np
 
-from psrl.core.sample import IntArray
-from psrl.planner.assemble import BuiltProgram, RankProgram, join_ranks
-from psrl.planner.cut_rules import CutRule
-from psrl.planner.layout import Layout
-from psrl.planner.micro_batching import MEMORY_WEIGHT, best_group_program
-from psrl.planner.placement_riders import move_riders
-from psrl.planner.placement_tree import GAP_TOLERANCE, two_level_leaves
-from psrl.planner.policies import Draft, with_our_cuts
+from psrl.core.samples.sample import IntArray
+from psrl.planner.micro_batching.assemble import BuiltProgram, RankProgram, join_ranks
+from psrl.planner.micro_batching.best_cuts import MEMORY_WEIGHT, best_group_program
+from psrl.planner.micro_batching.cut_rules import CutRule
+from psrl.planner.micro_batching.rank_tree import rank_view
+from psrl.planner.placement.nested_samples import move_riders
+from psrl.planner.placement.placement import Layout
+from psrl.planner.placement.two_level import GAP_TOLERANCE, two_level_leaves
+from psrl.planner.policies.policies import Draft, with_our_cuts
 from psrl.planner.problem import ProgramProblem
-from psrl.planner.rank_view import rank_view
 
 QUICK = f"{__name__}:quick"
 """The name by which the planner finds it."""

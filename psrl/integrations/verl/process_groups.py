@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from psrl.backend.compat import parallel_state
 from psrl.backend.launch import model_parallel
-from psrl.backend.pipe import Pipeline, pipeline_groups
-from psrl.core.cluster import ParallelConfig
+from psrl.backend.train.pipe import Pipeline, pipeline_groups
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError
 
 _PIPELINES: dict[tuple[int, ...], Pipeline] = {}

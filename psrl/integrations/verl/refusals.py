@@ -6,7 +6,7 @@ Configurations are read by attribute, so this module does not import veRL.
 from collections.abc import Iterable
 from typing import Any
 
-from psrl.core.cluster import ParallelConfig
+from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError
 
 Rule = tuple[str, tuple[Any, ...], str]

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from psrl.backend.hf_layout import hf_source, separate
-from psrl.backend.parameters import (
+from psrl.backend.model.hf_layout import hf_source, separate
+from psrl.backend.model.parameters import (
     ParallelGroups,
     group_rank,
     group_size,
@@ -17,7 +17,7 @@ from psrl.backend.parameters import (
     stage_parameters,
     unshard,
 )
-from psrl.core.cluster import ModelSpec
+from psrl.core.cost.cluster import ModelSpec
 
 
 def rollout_weights(module: torch.nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

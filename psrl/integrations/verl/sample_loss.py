@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from psrl.core.errors import BackendError
-from psrl.core.sample import IntArray, ragged_take
+from psrl.core.samples.sample import IntArray, ragged_take
 
 from .samples import WholeSamples, jagged
 

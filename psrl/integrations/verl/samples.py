@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psrl.backend.inputs import LossTokens
+from psrl.backend.train.inputs import LossTokens
 from psrl.core.errors import BackendError
-from psrl.core.sample import IntArray, SampleBatch
+from psrl.core.samples.sample import IntArray, SampleBatch
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from psrl.backend.inputs import EdgeInputs
-from psrl.backend.predictions import edge_predictions
-from psrl.backend.stage import StageRun
+from psrl.backend.train.inputs import EdgeInputs
+from psrl.backend.train.predictions import edge_predictions
+from psrl.backend.train.stage import StageRun
 
 from .sample_loss import WholeSampleLoss
 

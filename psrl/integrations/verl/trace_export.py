@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psrl.core.sample import FloatArray, IntArray, SampleBatch
-from psrl.core.trace import Trace, batch_hash, write_trace
+from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
+from psrl.core.samples.trace import Trace, batch_hash, write_trace
 
 from .samples import WholeSamples, response_values
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 
-from psrl.backend.checkpoint import load_checkpoint, save_checkpoint
-from psrl.backend.optimizer import MainAdamW, MainGradients, OptimizerOptions
-from psrl.backend.parameters import ParallelGroups
-from psrl.backend.weights import save_hf
-from psrl.core.cluster import ModelSpec
+from psrl.backend.io.checkpoint import load_checkpoint, save_checkpoint
+from psrl.backend.model.parameters import ParallelGroups
+from psrl.backend.model.weights import save_hf
+from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import BackendError
 
 from .offload import DeviceMemory

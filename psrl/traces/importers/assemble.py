@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from psrl.core.errors import ConfigError, TraceError
-from psrl.core.sample import FloatArray, IntArray, SampleBatch, make_batch
+from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch, make_batch
 from psrl.traces.advantages import grpo_advantages
 from psrl.traces.grouping import codes_by_appearance
 from psrl.traces.recording import Recording

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import IntArray
+from psrl.core.samples.sample import IntArray
 from psrl.traces.chat_template import Turn, turns_text
 from psrl.traces.recording import Recording
 from psrl.traces.tokenizer import Tokenizer, load_tokenizer

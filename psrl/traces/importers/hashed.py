@@ -7,7 +7,7 @@ from math import nan
 
 import numpy as np
 
-from psrl.core.sample import IntArray
+from psrl.core.samples.sample import IntArray
 
 from .reading import Record
 from .samples import RecordedSample

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.samples.sample import FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 SKIP_HINT = "fix the record, or leave malformed records out with --skip-bad"

@@ -6,7 +6,7 @@ from math import nan
 
 import numpy as np
 
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.samples.sample import FloatArray, IntArray
 
 from .reading import BoolArray
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import IntArray
+from psrl.core.samples.sample import IntArray
 
 Buffer = bytes | memoryview
 AnyArray = npt.NDArray[Any]

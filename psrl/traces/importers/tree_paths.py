@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.samples.sample import FloatArray, IntArray
 from psrl.traces.chat_template import Piece
 from psrl.traces.tokenizer import Tokenizer
 

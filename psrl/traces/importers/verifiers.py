@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.sample import FloatArray
+from psrl.core.samples.sample import FloatArray
 from psrl.traces.recording import Recording
 
 from .assemble import assemble

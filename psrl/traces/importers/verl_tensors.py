@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import TraceError
-from psrl.core.sample import FloatArray
+from psrl.core.samples.sample import FloatArray
 from psrl.traces.recording import Recording
 
 from .assemble import assemble

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from psrl.core.errors import ConfigError
-from psrl.core.sample import FloatArray, IntArray, SampleBatch, make_batch
+from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch, make_batch
 from psrl.traces.advantages import grpo_advantages
 from psrl.traces.modes import derive
 from psrl.traces.recording import Recording

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, field_validator
 
-from psrl.core.cluster import Spec
-from psrl.core.config import parse
+from psrl.core.cost.cluster import Spec
 from psrl.core.errors import ConfigError, suggest
-from psrl.core.sample import FloatArray, IntArray
+from psrl.core.run.config import parse
+from psrl.core.samples.sample import FloatArray, IntArray
 
 SYNTH_MODES = ("step", "step_s", "step_rt", "traj", "tree", "tree_step")
 PRESETS = ("alfworld", "dtn", "search", "webshop")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from verl.utils import tensordict_utils as tu
 
 from psrl.core.errors import BackendError, ConfigError
-from psrl.core.trace import open_trace
+from psrl.core.samples.trace import open_trace
 from tests.integrations.verl.batches import group_batch, to_batch
 from tests.integrations.verl.workers import (
     Loss,

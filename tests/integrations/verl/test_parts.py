@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from psrl.backend.hf_layout import hf_source, separate
 from psrl.backend.launch import model_parallel, run_ranks
-from psrl.backend.model import build_model
-from psrl.backend.parameters import ParallelGroups, gather_full
-from psrl.core.cluster import ModelSpec, ParallelConfig
+from psrl.backend.model.hf_layout import hf_source, separate
+from psrl.backend.model.model import build_model
+from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.core.cost.cluster import ModelSpec, ParallelConfig
+from psrl.core.cost.presets import DEVICES
 from psrl.core.errors import BackendError, ConfigError
-from psrl.core.presets import DEVICES
 from psrl.integrations.verl import requirements
 from psrl.integrations.verl.offload import DeviceMemory
 from psrl.integrations.verl.options import device_preset, make_setup, parse_options

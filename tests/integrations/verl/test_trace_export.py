@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from psrl.backend.inputs import LossTokens
-from psrl.backend.token_advantages import read_token_advantages
-from psrl.core.trace import open_trace
+from psrl.backend.train.inputs import LossTokens
+from psrl.backend.train.token_advantages import read_token_advantages
+from psrl.core.samples.trace import open_trace
 from psrl.integrations.verl.samples import whole_samples
 from psrl.integrations.verl.trace_export import TraceExport
 from tests.integrations.verl.batches import fields, ragged

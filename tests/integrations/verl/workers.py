@@ -28,8 +28,8 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from psrl.backend.hf_layout import hf_source, separate
-from psrl.backend.parameters import ParallelGroups, gather_full
+from psrl.backend.model.hf_layout import hf_source, separate
+from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.integrations.verl.config import PsrlEngineConfig
 from psrl.integrations.verl.cpu_platform import join_process_group
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.core.sample import SampleBatch
-from psrl.core.trace import write_trace
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import write_trace
 from psrl.traces.blocks import to_blocks
 from psrl.traces.importers import ImportOptions, import_recording
 from psrl.traces.modes import derive

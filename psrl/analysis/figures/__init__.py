@@ -1,0 +1,1 @@
+"""Plots: a function per figure, tables in, figures out."""

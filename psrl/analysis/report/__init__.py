@@ -1,0 +1,1 @@
+"""The comparison of policies, in a table and in a self-contained page."""

@@ -1,0 +1,1 @@
+"""Checkpoints, run output and launch scripts."""

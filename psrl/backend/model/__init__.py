@@ -1,0 +1,1 @@
+"""The Megatron model, its attention over prefix trees, and its weights."""

@@ -1,0 +1,1 @@
+"""One rank at work: inputs, pipeline, loss, stored keys and values, optimizer."""

@@ -1,1 +1,0 @@
-"""`psrl reproduce`: the published experiments as scenarios, and their numbers beside ours."""

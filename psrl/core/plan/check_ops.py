@@ -1,0 +1,256 @@
+"""The checks of `check_plan` that follow the op lists: order, patterns, lifetimes, memory."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.errors import InfeasibleError, PlanError
+from psrl.core.samples.sample import IntArray
+
+from .check_reads import RankedProgram, Reads
+from .memory_ledger import MemoryLedger
+from .plan import Program
+from .schedule import Op, pipeline_timing, stage_ops
+
+
+class RankOps(NamedTuple):
+    """Op list of a stage of one rank."""
+
+    rank: int
+    ops: list[Op]
+
+
+def check_schedule(ranked: RankedProgram, num_stages: int) -> list[list[RankOps]]:
+    """Rules 5, 6, 7: op counts, recomputes in place, no deadlock.
+
+    Returns: op lists of all ranks, by stage.
+    """
+    by_stage: list[list[RankOps]] = [[] for _ in range(num_stages)]
+    is_update = ranked.program.is_update
+    schedule, drops = ranked.schedule, (ranked.micro_batches.activation == "drop").tolist()
+    bounds = np.searchsorted(schedule.rank, np.arange(ranked.num_ranks + 1)).tolist()
+    kinds, numbers = schedule.op.tolist(), schedule.micro_batch.tolist()
+    for rank, count in enumerate(ranked.num_micro_batches.tolist()):
+        low, high = bounds[rank], bounds[rank + 1]
+        ops = [Op(k, m) for k, m in zip(kinds[low:high], numbers[low:high], strict=True)]
+        first = int(ranked.first_micro_batch[rank])
+        dropped = {m for m in range(count) if is_update and drops[first + m]}
+        _check_ops(ops, count, is_update, dropped, ranked.where(rank))
+        lists = [stage_ops(ops, num_stages, stage) for stage in range(num_stages - 1)] + [ops]
+        deadlocks = (
+            num_stages > 1
+            and pipeline_timing(lists, lambda *_: 1.0, lambda _: 0.0, send_window=1) is None
+        )
+        if deadlocks:
+            raise PlanError(
+                f"rule 7: {ranked.where(rank)}: the op lists of {num_stages} stages deadlock"
+            )
+        for stage, stage_list in enumerate(lists):
+            by_stage[stage].append(RankOps(rank, stage_list))
+    return by_stage
+
+
+def _check_ops(ops: list[Op], count: int, is_update: bool, dropped: set[int], where: str) -> None:
+    expected: set[tuple[str, int]] = {("forward", m) for m in range(count)}
+    if is_update:
+        expected |= {("backward", m) for m in range(count)}
+        expected |= {("recompute", m) for m in dropped}
+    if len(ops) != len(expected) or set(ops) != expected:
+        raise PlanError(f"rule 5: {where}: the op list does not run every micro-batch once")
+    if not is_update:
+        return
+    forwarded: set[int] = set()
+    for op, following in pairwise([*ops, None]):
+        assert op is not None
+        if op.kind == "forward":
+            forwarded.add(op.micro_batch)
+        elif op.micro_batch not in forwarded:
+            raise PlanError(
+                f"rule 5: {where}: {op.kind} of micro-batch {op.micro_batch} precedes its forward"
+            )
+        if op.kind == "recompute" and following != Op("backward", op.micro_batch):
+            raise PlanError(
+                f"rule 6: {where}: recompute of micro-batch {op.micro_batch} does not directly "
+                "precede its backward"
+            )
+
+
+class _PatternOp(NamedTuple):
+    """What ranks that share experts must agree on about an op.
+
+    Attributes:
+        forward: place of the op's micro-batch in the rank's order of forwards; -1 if it has none.
+        activation: of the micro-batch; empty if it is not in the table.
+    """
+
+    kind: str
+    forward: int
+    activation: str
+
+    def __str__(self) -> str:
+        number = f"forwarded as number {self.forward}"
+        return f"the {self.kind} of the micro-batch {number} ({self.activation})"
+
+
+def _op_patterns(program: Program, num_ranks: int) -> list[list[_PatternOp]]:
+    table, schedule = program.micro_batches, program.schedule
+    owners = zip(table.rank.tolist(), table.micro_batch.tolist(), strict=True)
+    activation = dict(zip(owners, table.activation.tolist(), strict=True))
+    by_rank = np.argsort(schedule.rank, kind="stable")
+    bounds = np.searchsorted(schedule.rank[by_rank], np.arange(num_ranks + 1)).tolist()
+    kinds, numbers = schedule.op[by_rank].tolist(), schedule.micro_batch[by_rank].tolist()
+    patterns = []
+    for rank, (low, high) in enumerate(pairwise(bounds)):
+        ops = list(zip(kinds[low:high], numbers[low:high], strict=True))
+        forwards = [m for kind, m in ops if kind == "forward"]
+        place = {m: i for i, m in enumerate(forwards)}
+        patterns.append(
+            [_PatternOp(k, place.get(m, -1), activation.get((rank, m), "")) for k, m in ops]
+        )
+    return patterns
+
+
+def check_op_patterns(index: int, program: Program, parallel: ParallelConfig) -> None:
+    """Rule 10: ranks that share experts run one op pattern, so that their all-to-alls meet.
+
+    The k-th ops of two such ranks are of one kind, and on micro-batches of one activation that
+    were forwarded as equally many-th: a backward meets the backwards of what its forward met.
+
+    Args:
+        index: number of the program in its plan.
+
+    Raises:
+        PlanError: naming program, ranks and the first op that differs.
+    """
+    size = parallel.coupled_ranks
+    if size == 1:
+        return
+    patterns = _op_patterns(program, parallel.data_parallel_size)
+    for rank, mine in enumerate(patterns):
+        first = rank - rank % size
+        theirs = patterns[first]
+        if mine == theirs:
+            continue
+        both = enumerate(zip_longest(theirs, mine))
+        op, (other, own) = next((i, pair) for i, pair in both if pair[0] != pair[1])
+        raise PlanError(
+            f"rule 10: program {index}: data-parallel ranks {first} and {rank} share experts but "
+            f"run {len(theirs)} and {len(mine)} ops that differ: op {op} is {other or 'missing'} "
+            f"on rank {first}, {own or 'missing'} on rank {rank}",
+            "give the ranks of an expert-parallel group one op pattern, with empty micro-batches "
+            "where one has fewer, or lower expert_model_parallel_size to at most "
+            "tensor_model_parallel_size",
+        )
+
+
+def check_lifetimes(
+    ranked: RankedProgram, reads: Reads, rank_ops: list[RankOps], stage: int
+) -> None:
+    """Rule 6: what an op reads is alive: written before, released after."""
+    blocks, first_number = ranked.blocks, ranked.first_micro_batch.tolist()
+    kinds = ("forward", "recompute", "backward")
+    at: dict[str, IntArray] = {k: np.full(len(ranked.micro_batches), -1) for k in kinds}
+    for rank, ops in rank_ops:
+        base = first_number[rank]
+        for place, op in enumerate(ops):
+            at[op.kind][base + op.micro_batch] = place
+    owner = ranked.first_micro_batch[blocks.rank] + blocks.micro_batch
+    release = np.where(blocks.release_op == "end", len(ranked.schedule), -1)
+    known = ranked.is_known(blocks.rank, blocks.release_micro_batch)
+    for kind, places in at.items():
+        dies = known & (blocks.release_op == kind)
+        reader = ranked.first_micro_batch[blocks.rank[dies]] + blocks.release_micro_batch[dies]
+        release[dies] = places[reader]
+    written = at["forward"][owner]
+
+    def refuse(block: int, what: str) -> PlanError:
+        where = ranked.where(int(blocks.rank[block]))
+        return PlanError(f"rule 6: {where}, stage {stage}: {what}")
+
+    for block in np.flatnonzero(release < written)[:1].tolist():
+        number = int(blocks.block[block])
+        raise refuse(block, f"block {number} is released before it is written")
+    writer = owner[reads.block]
+    for places in at.values():
+        when = places[reads.reader]
+        dead = (when >= 0) & ~((written[reads.block] < when) & (when <= release[reads.block]))
+        for i in np.flatnonzero(dead)[:1].tolist():
+            block = int(reads.block[i])
+            raise refuse(
+                block,
+                f"micro-batch {int(ranked.micro_batches.micro_batch[reads.reader[i]])} reads block "
+                f"{int(blocks.block[block])} at op {int(when[i])}, alive from "
+                f"{int(written[block])} to {int(release[block])}",
+            )
+    if not ranked.program.is_update:
+        return
+    ancestor = at["backward"][writer]
+    for i in np.flatnonzero(at["backward"][reads.reader] > ancestor)[:1].tolist():
+        block = int(reads.block[i])
+        raise refuse(
+            block,
+            f"backward of micro-batch {int(blocks.micro_batch[block])} runs before its reader "
+            f"{int(ranked.micro_batches.micro_batch[reads.reader[i]])}'s",
+        )
+    for i in np.flatnonzero(release[reads.block] < ancestor)[:1].tolist():
+        block = int(reads.block[i])
+        number = int(blocks.block[block])
+        raise refuse(block, f"block {number} is released before its owner's backward")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What memory depends on of a micro-batch beside the tables."""
+
+    index: int
+    read_blocks: frozenset[int]
+
+
+def _readers(ranked: RankedProgram, reads: Reads) -> list[list[_Reader]]:
+    """Micro-batches of each rank with the numbers of the blocks that they read."""
+    numbers = ranked.blocks.block[reads.block]
+    bounds = np.searchsorted(reads.reader, np.arange(len(ranked.micro_batches) + 1)).tolist()
+    first = ranked.first_micro_batch.tolist()
+    return [
+        [
+            _Reader(m, frozenset(numbers[bounds[base + m] : bounds[base + m + 1]].tolist()))
+            for m in range(count)
+        ]
+        for base, count in zip(first, ranked.num_micro_batches.tolist(), strict=True)
+    ]
+
+
+def check_memory(
+    ranked: RankedProgram,
+    reads: Reads,
+    ops_by_stage: list[list[RankOps]],
+    memory: MemoryModel,
+    memory_fraction: float | None,
+) -> None:
+    """Rule 9: bytes on every stage stay below the device's memory; blocks end with the program."""
+    device_bytes = memory.cluster.device.memory_bytes
+    limit = math.inf if memory_fraction is None else device_bytes * memory_fraction
+    num_stages, gib = len(ops_by_stage), 2**30
+    for rank, readers in enumerate(_readers(ranked, reads)):
+        mine = ranked.on_rank(rank)
+        for stage, rank_ops in enumerate(ops_by_stage):
+            ledger = MemoryLedger(mine, readers, memory, stage == num_stages - 1)
+            for op in rank_ops[rank].ops:
+                state = ledger.run(op)
+                if state.total_bytes > limit:
+                    raise InfeasibleError(
+                        f"rule 9: {ranked.where(rank)}, stage {stage}: {op.kind} of micro-batch "
+                        f"{op.micro_batch} needs {state.total_bytes / gib:.2f} GiB (static "
+                        f"{state.static_bytes / gib:.2f}, activations "
+                        f"{state.activation_bytes / gib:.2f}, logits "
+                        f"{state.logits_bytes / gib:.2f}, KV {state.kv_bytes / gib:.2f}, dKV "
+                        f"{state.kv_gradient_bytes / gib:.2f}) but may use {limit / gib:.2f} GiB",
+                        "lower planning.max_tokens_per_micro_batch, set parallel.recompute to "
+                        "full, or raise a parallel size",
+                    )
+            ledger.finish()

@@ -1,0 +1,1 @@
+"""Samples of one RL iteration, and the trace that holds them."""

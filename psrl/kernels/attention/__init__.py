@@ -1,0 +1,1 @@
+"""What attention over packed prefix trees is: rule, reference, CPU paths, stores."""

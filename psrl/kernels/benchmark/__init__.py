@@ -1,0 +1,1 @@
+"""Kernels checked and timed beside other implementations."""

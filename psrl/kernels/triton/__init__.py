@@ -1,0 +1,1 @@
+"""The same attention in Triton, and how its launches are laid out."""

@@ -1,0 +1,210 @@
+"""Why a plan is what it is: balance, duplicated tokens, idle pipeline, memory, bounds."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
+from psrl.core.cost.cost_model import CostModel, MemoryModel
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.schedule import stage_ops
+from psrl.core.samples.sample import FloatArray, SampleBatch
+from psrl.core.tree.prefix_tree import PrefixTree
+from psrl.planner.micro_batching.activations import (
+    activation_bytes,
+    layer_forward_s,
+    least_repeated,
+    lowest_peak,
+)
+from psrl.planner.micro_batching.expert_groups import slowest_durations, slowest_messages
+from psrl.planner.micro_batching.peak_memory import peak_bytes
+
+from .critical_path import CriticalPath, critical_path
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank in one program.
+
+    Attributes:
+        duplicated_tokens: its share of the tokens that several ranks compute; the ranks' sum is
+            what the program computes beyond one copy.
+        idle_share: share of its last pipeline stage's time without an op.
+    """
+
+    rank: int
+    time_s: float
+    num_samples: int
+    num_tokens: int
+    duplicated_tokens: float
+    num_micro_batches: int
+    idle_share: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """What the slowest rank, and those in step with it, keep between forward and backward.
+
+    Attributes:
+        num_recompute, num_drop: micro-batches of all ranks that do not keep their activations.
+        repeated_s: forward work that the slowest rank runs twice because of them.
+        least_repeated_s: no choice that fits the memory repeats less, for this order of ops; None
+            if none was found.
+        peak_bytes, lowest_peak_bytes: with this choice, and with the leanest one.
+    """
+
+    num_recompute: int
+    num_drop: int
+    repeated_s: float
+    least_repeated_s: float | None
+    peak_bytes: int
+    lowest_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One program of a plan: all ranks, and what decides the slowest one's time.
+
+    Attributes:
+        step_wait_s: how long steps last beyond the own work of the most loaded rank, in the group
+            of the slowest rank; 0 where no ranks share experts.
+    """
+
+    phases: tuple[str, ...]
+    mini_batch: int
+    unique_tokens: int
+    bound_source: str
+    ranks: tuple[RankReport, ...]
+    critical: CriticalPath
+    step_wait_s: float
+    activations: ActivationReport | None
+
+    @property
+    def slowest(self) -> RankReport:
+        return max(self.ranks, key=lambda r: r.time_s)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, without the steps of the critical path."""
+        return {
+            "phases": list(self.phases),
+            "mini_batch": self.mini_batch,
+            "unique_tokens": self.unique_tokens,
+            "bound_source": self.bound_source,
+            "ranks": [asdict(r) for r in self.ranks],
+            "critical_path": {**self.critical.op_s, "message": self.critical.message_s},
+            "step_wait_s": self.step_wait_s,
+            "activations": None if self.activations is None else asdict(self.activations),
+        }
+
+
+def explain(plan: Plan, batch: SampleBatch) -> list[ProgramReport]:
+    """Reports of all programs of a plan.
+
+    Args:
+        batch: the iteration that the plan was made for.
+    """
+    return [_explain_program(plan, index, batch) for index in range(len(plan.programs))]
+
+
+def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramReport:
+    program = plan.programs[index]
+    tree = program.tree(batch)
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    tokens = _tokens_by_rank(program, tree, plan.num_ranks)
+    copies = np.maximum((tokens > 0).sum(axis=0), 1)
+    duplicated = (tokens * (1.0 - 1.0 / copies)).sum(axis=1)
+    cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    size, ranks, groups = plan.parallel.coupled_ranks, [], []
+    for first in range(0, plan.num_ranks, size):
+        together = [program.on_rank(first + i) for i in range(min(size, plan.num_ranks - first))]
+        group = _Group(together, *_timing(cost, plan, together))
+        groups.append(group)
+        for rank, mine in enumerate(together, first):
+            time_s = group.path.time_s
+            ranks.append(
+                RankReport(
+                    rank=rank,
+                    time_s=time_s,
+                    num_samples=len(mine.assignments),
+                    num_tokens=mine.unique_tokens,
+                    duplicated_tokens=float(duplicated[rank]),
+                    num_micro_batches=int((mine.micro_batches.num_tokens > 0).sum()),
+                    idle_share=1.0 - group.busy_s / time_s if time_s else 0.0,
+                    peak_bytes=peak_bytes(mine, tree, memory),
+                )
+            )
+    sources = plan.options.get("bound", [])
+    slowest = max(groups, key=lambda group: group.path.time_s)
+    return ProgramReport(
+        phases=program.phases,
+        mini_batch=program.mini_batch,
+        unique_tokens=int(tree.num_tokens[tokens.any(axis=0)].sum()),
+        bound_source=sources[index] if index < len(sources) else "not stated",
+        ranks=tuple(ranks),
+        critical=slowest.path,
+        step_wait_s=slowest.step_wait_s,
+        activations=_activations(cost, plan, program, slowest.programs, tree),
+    )
+
+
+class _Group(NamedTuple):
+    """Ranks in step, their critical path, and the work of their last stage."""
+
+    programs: list[Program]
+    path: CriticalPath
+    busy_s: float
+    step_wait_s: float
+
+
+def _activations(
+    cost: CostModel, plan: Plan, program: Program, slowest: list[Program], tree: PrefixTree
+) -> ActivationReport | None:
+    """How good the choice of the slowest ranks is; None where all micro-batches keep all."""
+    all_kinds, kinds = program.micro_batches.activation, slowest[0].micro_batches.activation
+    if not program.is_update or (all_kinds == "keep").all() or not len(kinds):
+        return None
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    sizes = activation_bytes(slowest, tree, memory)
+    again_s = layer_forward_s(slowest, cost, plan.parallel.pipeline_model_parallel_size)
+    limit = plan.cluster.device.memory_bytes * plan.options.get("memory_fraction", 1.0)
+    # Full recompute of all layers is what the set-up demands, and the least that can be repeated.
+    demanded = plan.parallel.recompute == "full"
+    best = None if demanded else least_repeated(sizes, again_s, limit)
+    least_s = None if best is None else best.bound_s
+    return ActivationReport(
+        num_recompute=int((all_kinds == "recompute").sum()),
+        num_drop=int((all_kinds == "drop").sum()),
+        repeated_s=float(again_s[kinds != "keep"].sum()),
+        least_repeated_s=float(again_s.sum()) if demanded else least_s,
+        peak_bytes=int(sizes.usage(kinds).max()),
+        lowest_peak_bytes=int(sizes.usage(lowest_peak(sizes)).max()),
+    )
+
+
+def _tokens_by_rank(program: Program, tree: PrefixTree, num_ranks: int) -> FloatArray:
+    """[D, V] tokens of each node that each rank computes."""
+    segments = program.segments
+    tokens = np.zeros((num_ranks, tree.num_nodes))
+    np.add.at(tokens, (segments.rank, segments.node), segments.num_tokens)
+    return tokens
+
+
+def _timing(
+    cost: CostModel, plan: Plan, together: list[Program]
+) -> tuple[CriticalPath, float, float]:
+    """The longest path through the ops of ranks in step, their last stage's work, and waiting."""
+    num_stages = plan.parallel.pipeline_model_parallel_size
+    tables = [mine.micro_batches for mine in together]
+    durations = slowest_durations(cost, num_stages, tables)
+    ops = together[0].ops()
+    path = critical_path(
+        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
+        lambda stage, op: durations[stage][op.kind][op.micro_batch],
+        slowest_messages(cost, tables).__getitem__,
+    )
+    busy_s = sum(durations[-1][op.kind][op.micro_batch] for op in ops)
+    alone = (slowest_durations(cost, num_stages, [table])[-1] for table in tables)
+    own_s = max(sum(own[op.kind][op.micro_batch] for op in ops) for own in alone)
+    return path, busy_s, busy_s - own_s

@@ -1,0 +1,1 @@
+"""From samples on ranks to micro-batches, op order and cached blocks of every rank."""

@@ -1,0 +1,283 @@
+"""From micro-batches of tree segments to a rank's complete tables, with predicted time and memory.
+
+All policies meet here: sizes, op order, cached blocks and times follow from the segments by the
+same rules.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.plan.packing import visible_pairs
+from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
+from psrl.core.plan.schedule import (
+    Op,
+    OpKind,
+    eager_backward_order,
+    fill_counts,
+    interleave,
+    pipeline_timing,
+    stage_ops,
+)
+from psrl.core.samples.sample import FloatArray, IntArray, StrArray
+from psrl.planner.placement.placement import Layout, Pieces, piece_tree
+
+from .blocks import all_blocks, dynamic_blocks
+from .peak_memory import peak_bytes
+
+Caching = Literal["dynamic", "everything"]
+
+
+@dataclass(frozen=True, eq=False)
+class RankProgram:
+    """One rank's tables.
+
+    Attributes:
+        time_s: predicted time of one phase, from the first forward to the last op.
+    """
+
+    layout: Layout
+    program: Program
+    time_s: float
+
+    @property
+    def work_s(self) -> float:
+        """Work of the rank in all phases of the program, without fixed costs."""
+        table, unit = self.program.micro_batches, self.layout.target.unit_costs
+        return float(
+            unit.token_s * table.num_tokens.sum()
+            + unit.pair_s * table.pairs.sum()
+            + unit.head_s * table.head_tokens.sum()
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most bytes on a device of the rank."""
+        return peak_bytes(self.program, self.layout.tree, self.layout.problem.memory_model)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.layout.problem.memory_limit_bytes
+
+
+def rank_program(
+    layout: Layout,
+    rank: int,
+    pieces: Pieces,
+    caching: Caching = "dynamic",
+    activation: StrArray | None = None,
+    held_factor: float = 1.0,
+) -> RankProgram:
+    """Complete one rank's tables.
+
+    Args:
+        pieces: in order of (micro_batch, node, start_depth), micro-batches numbered from 0.
+        caching: "dynamic" caches what a later micro-batch reads, in runs of one lifetime, until
+            the last use; "everything" caches all rows in whole blocks to the program's end.
+        activation: per micro-batch; default what the set-up says.
+        held_factor: tokens between forward and backward that the last stage may hold, as a
+            multiple of what the backward order forces; more keeps a pipeline fuller.
+    """
+    target, tree = layout.target, layout.tree
+    count = int(pieces.micro_batch.max()) + 1 if len(pieces.micro_batch) else 0
+    if activation is None:
+        activation = np.full(count, layout.problem.base_activation)
+    order, parent_piece = piece_tree(tree, pieces)
+    table = _micro_batches(layout, rank, pieces, activation)
+    reads = cached_reads(pieces, order, parent_piece)
+    ops = order_ops(target.is_update, table.num_tokens, table.activation, reads, held_factor)
+    if caching == "dynamic":
+        blocks = dynamic_blocks(target.is_update, rank, pieces, order, parent_piece)
+    else:
+        blocks = all_blocks(layout, rank, pieces)
+    chosen = layout.samples_of(rank)
+    program = Program(
+        phases=target.phases,
+        is_update=target.is_update,
+        mini_batch=target.mini_batch,
+        granularity_tokens=layout.granularity_tokens,
+        assignments=Assignments(
+            np.full(len(chosen), rank), target.members[chosen], layout.share_key[chosen]
+        ),
+        segments=Segments(np.full(len(pieces.node), rank), *pieces),
+        micro_batches=table,
+        schedule=Schedule(
+            np.full(len(ops), rank),
+            np.array([op.kind for op in ops], np.str_),
+            np.array([op.micro_batch for op in ops], np.int64),
+        ),
+        blocks=blocks,
+    )
+    cost = layout.problem.cost_model
+    durations = stage_durations(cost, table, layout.problem.num_stages)
+    time_s = phase_time_s(ops, durations, message_durations(cost, table))
+    return RankProgram(layout, program, time_s)
+
+
+def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArray) -> MicroBatches:
+    tree, cost, count = layout.tree, layout.problem.cost_model, len(activation)
+    start = tree.token_start[pieces.node] + pieces.start_depth - tree.start_depth[pieces.node]
+    num_tokens, pairs, head_tokens = (np.zeros(count, np.int64) for _ in range(3))
+    np.add.at(num_tokens, pieces.micro_batch, pieces.num_tokens)
+    np.add.at(pairs, pieces.micro_batch, visible_pairs(pieces.start_depth, pieces.num_tokens))
+    rows = layout.rank_rows.count(rank, start, start + pieces.num_tokens)
+    np.add.at(head_tokens, pieces.micro_batch, rows)
+    sizes = [a.astype(np.float64) for a in (num_tokens, pairs, head_tokens)]
+    again = np.where(activation == "recompute", cost.forward_s(sizes[0], sizes[1], 0.0), 0.0)
+    return MicroBatches(
+        rank=np.full(count, rank),
+        micro_batch=np.arange(count),
+        activation=activation,
+        num_tokens=num_tokens,
+        pairs=pairs,
+        head_tokens=head_tokens,
+        forward_s=np.asarray(cost.forward_s(*sizes), np.float64),
+        backward_s=np.asarray(cost.backward_s(*sizes) + again, np.float64),
+    )
+
+
+def cached_reads(pieces: Pieces, order: IntArray, parent_piece: IntArray) -> IntArray:
+    """[2, E] pairs of a micro-batch and one that reads what it caches.
+
+    Direct readers suffice: a backward that waits for its children waits for all below.
+    """
+    owner = pieces.micro_batch[order]
+    child = np.flatnonzero(parent_piece >= 0)
+    pairs = np.unique(np.stack([owner[parent_piece[child]], owner[child]]), axis=1)
+    return pairs[:, pairs[0] != pairs[1]]
+
+
+def order_ops(
+    is_update: bool, num_tokens: IntArray, activation: StrArray, reads: IntArray, held_factor: float
+) -> list[Op]:
+    """Ops of the last stage: forwards by number, backwards as early as their readers allow.
+
+    Args:
+        num_tokens, activation: [M] of each micro-batch.
+        reads: see `cached_reads`; of all ranks that run in step.
+    """
+    forward_order = list(range(len(num_tokens)))
+    if not is_update:
+        return [Op("forward", m) for m in forward_order]
+    readers: list[set[int]] = [set() for _ in forward_order]
+    for read, reader in reads.T.tolist():
+        readers[read].add(reader)
+    backward_order = eager_backward_order(forward_order, readers)
+    sizes = num_tokens.tolist()
+    counts = fill_counts(forward_order, backward_order, sizes.__getitem__)
+    if held_factor > 1.0:
+        budget = held_factor * _peak_held(backward_order, counts, sizes)
+        counts = fill_counts(forward_order, backward_order, sizes.__getitem__, budget)
+    dropped = frozenset(np.flatnonzero(activation == "drop").tolist())
+    return interleave(forward_order, backward_order, counts, dropped)
+
+
+def _peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -> int:
+    """Most tokens between forward and backward, for forwards in number order."""
+    forwarded = np.concatenate([[0], np.cumsum(sizes)])[counts]
+    freed = np.cumsum([0, *(sizes[m] for m in backward_order)])[:-1]
+    return int((forwarded - freed).max(initial=0))
+
+
+def phase_time_s(
+    ops: list[Op], durations: list[dict[OpKind, list[float]]], message_s: list[float]
+) -> float:
+    """Predicted time of one phase.
+
+    Args:
+        ops: of the last stage.
+        durations: see `stage_durations`.
+        message_s: see `message_durations`.
+    """
+    num_stages = len(durations)
+    if num_stages == 1:
+        return float(sum(durations[0][op.kind][op.micro_batch] for op in ops))
+    timing = pipeline_timing(
+        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
+        lambda stage, op: durations[stage][op.kind][op.micro_batch],
+        message_s.__getitem__,
+        send_window=1,
+    )
+    if timing is None:
+        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
+    return timing.makespan_s
+
+
+def stage_durations(
+    cost: CostModel, table: MicroBatches, num_stages: int
+) -> list[dict[OpKind, list[float]]]:
+    """Seconds of each micro-batch's ops, by stage and kind of op."""
+    sizes = [a.astype(np.float64) for a in (table.num_tokens, table.pairs, table.head_tokens)]
+    again = table.backward_s - cost.backward_s(*sizes)
+    durations: list[dict[OpKind, list[float]]] = []
+    for stage in range(num_stages):
+        if 1 < stage < num_stages - 1:
+            durations.append(durations[1])  # only the first and the last stage differ
+            continue
+        forward: FloatArray = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64)
+        # A dropped micro-batch needs its head only when it runs again.
+        first = np.where(
+            table.activation == "drop",
+            cost.stage_forward_s(stage, sizes[0], sizes[1], 0.0),
+            forward,
+        )
+        backward: FloatArray = np.asarray(cost.stage_backward_s(stage, *sizes) + again)
+        durations.append(
+            {
+                "forward": first.tolist(),
+                "recompute": forward.tolist(),
+                "backward": backward.tolist(),
+            }
+        )
+    return durations
+
+
+def message_durations(cost: CostModel, table: MicroBatches) -> list[float]:
+    """Seconds of each micro-batch's message between neighbouring stages."""
+    seconds: list[float] = np.asarray(
+        cost.message_s(table.num_tokens.astype(np.float64)), np.float64
+    ).tolist()
+    return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltProgram:
+    """A program of all ranks, with what was predicted for each."""
+
+    program: Program
+    ranks: tuple[RankProgram, ...]
+
+    @property
+    def time_s(self) -> float:
+        """Predicted time of all phases of the program, without the optimizer step."""
+        return len(self.program.phases) * max(r.time_s for r in self.ranks)
+
+    @property
+    def work_s(self) -> float:
+        """Work of the most loaded rank, without fixed costs."""
+        return max(r.work_s for r in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return all(r.fits for r in self.ranks)
+
+
+def join_ranks(layout: Layout, ranks: list[RankProgram]) -> BuiltProgram:
+    """The program of all ranks; its assignments are in the order of the samples."""
+    target = layout.target
+    parts = [r.program for r in ranks]
+    program = Program(
+        phases=target.phases,
+        is_update=target.is_update,
+        mini_batch=target.mini_batch,
+        granularity_tokens=layout.granularity_tokens,
+        assignments=Assignments(layout.rank, target.members, layout.share_key),
+        segments=Segments.concatenate([p.segments for p in parts]),
+        micro_batches=MicroBatches.concatenate([p.micro_batches for p in parts]),
+        schedule=Schedule.concatenate([p.schedule for p in parts]),
+        blocks=Blocks.concatenate([p.blocks for p in parts]),
+    )
+    return BuiltProgram(program, tuple(ranks))

@@ -1,0 +1,73 @@
+"""Block tables: which computed rows a rank caches, in what pieces, until when."""
+
+import numpy as np
+
+from psrl.core.plan.plan import Blocks
+from psrl.core.samples.sample import IntArray
+from psrl.planner.placement.placement import Layout, Pieces
+
+
+def dynamic_blocks(
+    is_update: bool, rank: int, pieces: Pieces, order: IntArray, parent_piece: IntArray
+) -> Blocks:
+    """One block per run of rows with one lifetime that a later micro-batch reads."""
+    owner = pieces.micro_batch[order]
+    last_reader = owner.tolist()
+    parents = parent_piece.tolist()
+    for place in range(len(parents) - 1, -1, -1):
+        above = parents[place]
+        if above >= 0:
+            last_reader[above] = max(last_reader[above], last_reader[place])
+    release = np.full(len(order), -1)
+    read = np.array(last_reader, np.int64) > owner
+    release[order] = np.where(read, owner if is_update else last_reader, -1)
+    row = _first_rows(pieces)
+    begins = np.append(True, np.diff(pieces.micro_batch) != 0) if len(release) else release > 0
+    begins[1:] |= release[1:] != release[:-1]
+    first = np.flatnonzero(begins & (release >= 0))
+    ends = np.append(np.flatnonzero(begins), len(release))
+    tokens_before = np.concatenate([[0], np.cumsum(pieces.num_tokens)])
+    num_tokens = tokens_before[ends[np.searchsorted(ends, first, "right")]] - tokens_before[first]
+    return Blocks(
+        rank=np.full(len(first), rank),
+        block=np.arange(len(first)),
+        micro_batch=pieces.micro_batch[first],
+        start_row=row[first],
+        num_tokens=num_tokens,
+        allocated_tokens=num_tokens,
+        release_op=np.full(len(first), "backward" if is_update else "forward"),
+        release_micro_batch=release[first],
+    )
+
+
+def all_blocks(layout: Layout, rank: int, pieces: Pieces) -> Blocks:
+    """One block per chain of rows, in whole granules, kept to the end of the program."""
+    parent = layout.tree.parent
+    node, end_depth = pieces.node, pieces.start_depth + pieces.num_tokens
+    begins = np.full(len(node), True)
+    begins[1:] = (
+        (np.diff(pieces.micro_batch) != 0)
+        | (pieces.start_depth[1:] != end_depth[:-1])
+        | ((node[1:] != node[:-1]) & (parent[node[1:]] != node[:-1]))
+    )
+    first = np.flatnonzero(begins)
+    tokens_before = np.concatenate([[0], np.cumsum(pieces.num_tokens)])
+    num_tokens = np.diff(tokens_before[np.append(first, len(node))])
+    granule = layout.granularity_tokens
+    return Blocks(
+        rank=np.full(len(first), rank),
+        block=np.arange(len(first)),
+        micro_batch=pieces.micro_batch[first],
+        start_row=_first_rows(pieces)[first],
+        num_tokens=num_tokens,
+        allocated_tokens=-(-num_tokens // granule) * granule,
+        release_op=np.full(len(first), "end"),
+        release_micro_batch=np.full(len(first), -1),
+    )
+
+
+def _first_rows(pieces: Pieces) -> IntArray:
+    """Row of each piece's first token inside its micro-batch."""
+    before = np.cumsum(pieces.num_tokens) - pieces.num_tokens
+    first = np.searchsorted(pieces.micro_batch, pieces.micro_batch)
+    return before - before[first]

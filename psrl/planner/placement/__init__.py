@@ -1,0 +1,1 @@
+"""Which data-parallel rank trains which sample."""

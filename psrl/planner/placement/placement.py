@@ -1,0 +1,109 @@
+"""Samples on ranks, what they share, and the pieces of their tree that a rank computes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from psrl.core.plan.packing import visible_pairs
+from psrl.core.samples.sample import FloatArray, IntArray
+from psrl.core.tree.loss_rows import LossRows, RankRows, loss_rows
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
+from psrl.core.tree.rank_nodes import nodes_of_ranks
+from psrl.planner.problem import PlanningProblem, ProgramProblem
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Samples on ranks, and which of them share: what the segments of a program refer to.
+
+    Attributes:
+        rank: [S] rank of each sample of the program.
+        share_key: [S] samples share only with samples of the same key.
+        granularity_tokens: prefixes are shared in whole blocks of this many tokens.
+    """
+
+    target: ProgramProblem
+    rank: IntArray
+    share_key: IntArray
+    granularity_tokens: int = 1
+
+    @property
+    def problem(self) -> PlanningProblem:
+        return self.target.problem
+
+    @cached_property
+    def _shares_everything(self) -> bool:
+        return self.granularity_tokens == 1 and not self.share_key.any()
+
+    @cached_property
+    def tree(self) -> PrefixTree:
+        if self._shares_everything:
+            return self.target.tree
+        return build_prefix_tree(self.target.samples, self.share_key, self.granularity_tokens)
+
+    @cached_property
+    def loss_rows(self) -> LossRows:
+        if self._shares_everything:
+            return self.target.loss_rows
+        return loss_rows(self.tree, self.target.samples)
+
+    @cached_property
+    def _nodes(self) -> tuple[IntArray, IntArray]:
+        """Nodes that the samples of each rank need, by rank, and where each rank's begin."""
+        ranks, nodes = nodes_of_ranks(self.tree, self.rank)
+        return nodes, np.searchsorted(ranks, np.arange(self.problem.num_ranks + 1))
+
+    def nodes_of(self, rank: int) -> IntArray:
+        """Nodes that a rank's samples need, ascending."""
+        nodes, begins = self._nodes
+        return nodes[begins[rank] : begins[rank + 1]]
+
+    @cached_property
+    def rank_rows(self) -> RankRows:
+        """Distinct predicted rows of every rank."""
+        return self.loss_rows.by_rank(self.rank, self.tree)
+
+    @cached_property
+    def _assigned(self) -> tuple[IntArray, IntArray]:
+        order = np.argsort(self.rank, kind="stable")
+        return order, np.searchsorted(self.rank[order], np.arange(self.problem.num_ranks + 1))
+
+    def samples_of(self, rank: int) -> IntArray:
+        """Samples on a rank, ascending."""
+        order, begins = self._assigned
+        return order[begins[rank] : begins[rank + 1]]
+
+
+def rank_work_s(layout: Layout) -> FloatArray:
+    """[D] work of each rank, all phases, without fixed costs: no plan of it is faster."""
+    tree, unit = layout.tree, layout.target.unit_costs
+    ranks, nodes = nodes_of_ranks(tree, layout.rank)
+    pairs = visible_pairs(tree.start_depth, tree.num_tokens)
+    node_s = unit.token_s * tree.num_tokens + unit.pair_s * pairs
+    start = np.arange(layout.problem.num_ranks) * tree.unique_tokens
+    rows = layout.rank_rows.union.count(start, start + tree.unique_tokens)
+    shared = np.bincount(ranks, node_s[nodes], minlength=layout.problem.num_ranks)
+    work_s: FloatArray = shared + unit.head_s * rows
+    return work_s
+
+
+class Pieces(NamedTuple):
+    """Segments of one rank: tokens `[start_depth, start_depth + num_tokens)` of `node`."""
+
+    micro_batch: IntArray
+    node: IntArray
+    start_depth: IntArray
+    num_tokens: IntArray
+
+
+def piece_tree(tree: PrefixTree, pieces: Pieces) -> tuple[IntArray, IntArray]:
+    """Depth-first order of a rank's pieces, and the place of each one's parent in it (-1: none)."""
+    order = np.lexsort((pieces.start_depth, pieces.node))
+    node = pieces.node[order]
+    place = np.arange(len(order))
+    opens = np.append(True, node[1:] != node[:-1]) if len(node) else np.empty(0, bool)
+    above = tree.parent[node]
+    last_of_parent = np.searchsorted(node, above, side="right") - 1
+    return order, np.where(opens, np.where(above > 0, last_of_parent, -1), place - 1)

@@ -1,0 +1,230 @@
+"""The scheduling policies: each decides one program, as a pure function of its samples.
+
+docs/policies.md has the table, and says how to add one, in psRL or outside.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from psrl.core.samples.sample import IntArray
+from psrl.planner.bounds.forced_copies import Bound
+from psrl.planner.micro_batching.all_ranks import sample_sets, token_cuts, work_s
+from psrl.planner.micro_batching.assemble import BuiltProgram
+from psrl.planner.placement.greedy import (
+    first_fit_tries,
+    group_ranks,
+    longest_prefix_ranks,
+    unique_cost_ranks,
+)
+from psrl.planner.placement.nested_samples import move_riders
+from psrl.planner.placement.optimal import optimal_ranks
+from psrl.planner.placement.placement import Layout
+from psrl.planner.placement.two_level import GAP_TOLERANCE, dfs_cut_leaves, two_level_leaves
+from psrl.planner.placement.verl import verl_micro_batches, verl_ranks
+from psrl.planner.problem import ProgramProblem
+
+# Times that differ by less are equal: they add up the same ops in another order.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Samples on ranks, and how to make the rest when it is wanted.
+
+    Attributes:
+        proven: a better bound than the program's own, if the policy found one.
+    """
+
+    layout: Layout
+    build: Callable[[], BuiltProgram]
+    proven: Bound | None = None
+
+    @property
+    def bound(self) -> Bound:
+        """The best proven lower bound on the work of the most loaded rank."""
+        known = self.layout.target.bound
+        return known if self.proven is None else max(known, self.proven)
+
+
+Policy = Callable[[ProgramProblem], Draft]
+
+
+def verl(target: ProgramProblem) -> Draft:
+    """No sharing: veRL's balancing of samples over ranks and micro-batches."""
+    rank = _verl_place(target)
+    layout = Layout(target, rank, np.arange(target.samples.num_samples))
+    return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "dynamic"))
+
+
+def sglang_ps(target: ProgramProblem) -> Draft:
+    """veRL's micro-batches; tokens that the rank has computed are read from a cache kept whole."""
+    return _verl_with_cache(target, 1)
+
+
+def vllm_ps(target: ProgramProblem) -> Draft:
+    """As `sglang_ps`, but prefixes are shared and cached in blocks of 16 tokens."""
+    return _verl_with_cache(target, 16)
+
+
+def sharing_agnostic(target: ProgramProblem) -> Draft:
+    """veRL's ranks, our micro-batches and caching."""
+    return with_our_cuts(target, _verl_place(target))
+
+
+def prefix_match_first(target: ProgramProblem) -> Draft:
+    """Each group to the rank that holds its longest prefix, our micro-batches and caching."""
+    return with_our_cuts(target, _prefix_place(target))
+
+
+def balance_first(target: ProgramProblem) -> Draft:
+    """Each sample to the least loaded rank, our micro-batches and caching."""
+    return with_our_cuts(target, _balanced_place(target))
+
+
+def first_fit(target: ProgramProblem) -> Draft:
+    """AReaL's tries: whole groups to ranks, first-fit packing, sharing inside a micro-batch."""
+    samples, num_ranks = target.samples, target.problem.num_ranks
+    rank = _group_place(target)
+    sets = first_fit_tries(target.tree, rank, num_ranks, _max_tokens(target))
+    share_key = np.empty(samples.num_samples, np.int64)
+    for number, members in enumerate(trie for tries in sets for trie in tries):
+        share_key[members] = number
+    layout = Layout(target, rank, share_key)
+    return Draft(layout, lambda: sample_sets(layout, sets, "dynamic"))
+
+
+def dfs_cut(target: ProgramProblem) -> Draft:
+    """AReaL-DTA's contiguous depth-first cut over ranks, plain even cuts inside a rank."""
+    layout = _shared(target, _contiguous_place(target))
+    return Draft(layout, lambda: token_cuts(layout, single_unit=True))
+
+
+def psrl(target: ProgramProblem) -> Draft:
+    """Two-level placement, cuts in units, dropped activations where memory demands it."""
+    planning, tree = target.problem.setup.planning, target.cost_tree
+    leaf_rank = two_level_leaves(
+        tree,
+        target.problem.num_ranks,
+        target.rank_cost_bound_s,
+        planning.search_iterations,
+        planning.seed,
+    )
+    goal_s = target.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
+    rank = move_riders(target, leaf_rank[tree.leaf_of_sample], goal_s)
+    layout = _shared(target, rank)
+    return Draft(layout, lambda: _fastest(layout))
+
+
+def optimal(target: ProgramProblem) -> Draft:
+    """As `psrl`, with OR-Tools: proven best where there are few samples, else never worse."""
+    ours = psrl(target)
+    rank, proven = optimal_ranks(target, ours.layout.rank)
+    layout = _shared(target, rank)
+    if np.array_equal(rank, ours.layout.rank):
+        return Draft(layout, ours.build, proven)
+
+    def build() -> BuiltProgram:
+        return _fastest_of([token_cuts(layout), ours.build()])
+
+    return Draft(layout, build, proven)
+
+
+def _fastest_of(built: list[BuiltProgram]) -> BuiltProgram:
+    """The fastest that fits, the first of equals; if none fits, the last."""
+    return min((b for b in built if b.fits), key=lambda b: b.time_s, default=built[-1])
+
+
+def _fastest(layout: Layout) -> BuiltProgram:
+    """Our plan of a layout, or the plan of another policy where that is faster."""
+    target, ours = layout.target, token_cuts(layout)
+    nothing_to_share = target.tree.unique_tokens == target.samples.logical_tokens
+    if ours.fits and nothing_to_share and ours.time_s <= 1.01 * target.rank_cost_bound_s:
+        return ours
+    limit_s = ours.time_s * (1.0 - _ROUNDING) if ours.fits else np.inf
+    rivals = []
+    for place, policies in _RIVALS:
+        # Work on the slowest rank, with all possible sharing, is a lower bound on the time of
+        # all policies that place samples so: most are ruled out by it.
+        if work_s(_shared(target, place(target))) < limit_s:
+            drafts = (policy(target) for policy in policies)
+            rivals += [d.build() for d in drafts if work_s(d.layout) < limit_s]
+    better = [r for r in rivals if r.fits and r.time_s < limit_s]
+    if better and ours.fits:
+        # The fastest cuts may win where saving memory has cost a little time.
+        better.append(token_cuts(layout, memory_weight=0.0))
+    return min(better, key=lambda built: built.time_s, default=ours)
+
+
+def with_our_cuts(target: ProgramProblem, rank: IntArray) -> Draft:
+    """Given ranks of the samples, our micro-batches and caching."""
+    layout = _shared(target, rank)
+    return Draft(layout, lambda: token_cuts(layout))
+
+
+def _verl_with_cache(target: ProgramProblem, granularity_tokens: int) -> Draft:
+    rank = _verl_place(target)
+    layout = Layout(target, rank, np.zeros(len(rank), np.int64), granularity_tokens)
+    return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "everything"))
+
+
+def _verl_sets(layout: Layout) -> list[list[IntArray]]:
+    target = layout.target
+    return verl_micro_batches(
+        target.samples.num_tokens, layout.rank, target.problem.num_ranks, _max_tokens(target)
+    )
+
+
+def _verl_place(target: ProgramProblem) -> IntArray:
+    return verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
+
+
+def _prefix_place(target: ProgramProblem) -> IntArray:
+    groups, num_ranks = target.samples.group_id, target.problem.num_ranks
+    return longest_prefix_ranks(target.tree, target.cost_tree, groups, num_ranks)
+
+
+def _balanced_place(target: ProgramProblem) -> IntArray:
+    return unique_cost_ranks(target.cost_tree, target.problem.num_ranks)
+
+
+def _group_place(target: ProgramProblem) -> IntArray:
+    samples = target.samples
+    return group_ranks(samples.group_id, samples.num_tokens, target.problem.num_ranks)
+
+
+def _contiguous_place(target: ProgramProblem) -> IntArray:
+    leaf_rank = dfs_cut_leaves(target.cost_tree, target.problem.num_ranks)
+    return leaf_rank[target.cost_tree.leaf_of_sample]
+
+
+def _shared(target: ProgramProblem, rank: IntArray) -> Layout:
+    return Layout(target, rank, np.zeros(len(rank), np.int64))
+
+
+def _max_tokens(target: ProgramProblem) -> int:
+    return target.problem.setup.planning.max_tokens_per_micro_batch
+
+
+POLICIES: dict[str, Policy] = {
+    "verl": verl,
+    "sglang_ps": sglang_ps,
+    "vllm_ps": vllm_ps,
+    "sharing_agnostic": sharing_agnostic,
+    "prefix_match_first": prefix_match_first,
+    "balance_first": balance_first,
+    "first_fit": first_fit,
+    "dfs_cut": dfs_cut,
+    "psrl": psrl,
+    "optimal": optimal,
+}
+
+# Samples to ranks, and the policies that place them so.
+_RIVALS: tuple[tuple[Callable[[ProgramProblem], IntArray], tuple[Policy, ...]], ...] = (
+    (_verl_place, (verl, sglang_ps, vllm_ps, sharing_agnostic)),
+    (_prefix_place, (prefix_match_first,)),
+    (_balanced_place, (balance_first,)),
+    (_group_place, (first_fit,)),
+    (_contiguous_place, (dfs_cut,)),
+)

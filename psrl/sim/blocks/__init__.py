@@ -1,0 +1,1 @@
+"""Costs of block and cache policies other than the plan's own."""

@@ -1,0 +1,1 @@
+"""Two engines that replay a plan: SimPy processes, and the same in vectors."""
