@@ -36,11 +36,11 @@ from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.samples.trace import open_trace
 from psrl.kernels.attention.tree_attention import Implementation
 from psrl.planner.micro_batching.all_ranks import sample_sets
-from psrl.planner.micro_batching.assemble import Caching, rank_program
+from psrl.planner.micro_batching.assemble import Caching, build_rank
 from psrl.planner.micro_batching.cut_rules import CutRule, cut_rank
-from psrl.planner.micro_batching.rank_tree import rank_view
-from psrl.planner.micro_batching.token_cuts import pieces_of
-from psrl.planner.placement.placement import Layout
+from psrl.planner.micro_batching.rank_tree import tree_of_rank
+from psrl.planner.micro_batching.token_cuts import segments_of
+from psrl.planner.placement.placement import Placement
 from psrl.planner.problem import PlanningProblem, ProgramProblem
 from psrl.traces.slicing import slice_batch
 
@@ -105,9 +105,9 @@ def problems(
     return forward, update
 
 
-def dense_program(target: ProgramProblem, num_micro_batches: int) -> Program:
+def dense_program(subproblem: ProgramProblem, num_micro_batches: int) -> Program:
     """Whole samples without sharing, spread evenly over micro-batches."""
-    num_tokens = target.samples.num_tokens
+    num_tokens = subproblem.samples.num_tokens
     sets: list[list[int]] = [[] for _ in range(num_micro_batches)]
     load = np.zeros(num_micro_batches, np.int64)
     for sample in np.argsort(-num_tokens, kind="stable").tolist():
@@ -115,12 +115,12 @@ def dense_program(target: ProgramProblem, num_micro_batches: int) -> Program:
         sets[lightest].append(sample)
         load[lightest] += num_tokens[sample]
     nobody = np.zeros(len(num_tokens), np.int64)
-    layout = Layout(target, nobody, np.arange(len(num_tokens)))
-    return sample_sets(layout, [[np.array(s) for s in sets]], "dynamic").program
+    placement = Placement(subproblem, nobody, np.arange(len(num_tokens)))
+    return sample_sets(placement, [[np.array(s) for s in sets]], "dynamic").program
 
 
 def shared_program(
-    target: ProgramProblem,
+    subproblem: ProgramProblem,
     num_micro_batches: int,
     num_units: int = 1,
     caching: Caching = "dynamic",
@@ -134,18 +134,20 @@ def shared_program(
         recompute: what is computed twice, as in docs/exactness.md; ancestors are micro-batches
             that others read.
     """
-    nobody = np.zeros(target.samples.num_samples, np.int64)
-    layout = Layout(target, nobody, nobody)
-    view = rank_view(layout, 0)
-    pieces = pieces_of(view, cut_rank(view, CutRule(num_micro_batches, num_units, 1.0)))
-    program = rank_program(layout, 0, pieces, caching).program
+    nobody = np.zeros(subproblem.samples.num_samples, np.int64)
+    placement = Placement(subproblem, nobody, nobody)
+    rank_tree = tree_of_rank(placement, 0)
+    segments = segments_of(
+        rank_tree, cut_rank(rank_tree, CutRule(num_micro_batches, num_units, 1.0))
+    )
+    program = build_rank(placement, 0, segments, caching).program
     if recompute == "off":
         return program
     table = program.micro_batches
     is_chosen = np.isin(table.micro_batch, program.blocks.micro_batch) | (recompute == "full")
     mode = "drop" if recompute == "ancestors dropped" else "recompute"
     activation = np.where(is_chosen, mode, "keep")
-    return rank_program(layout, 0, pieces, caching, activation).program
+    return build_rank(placement, 0, segments, caching, activation).program
 
 
 def flops(program: Program, model: ModelSpec) -> float:
@@ -253,14 +255,16 @@ def speed() -> list[Measurement]:
     model = model_spec(512)
     with model_parallel(ParallelConfig()):
         bench = Bench(batch, model)
-        return [row for target in problems(batch, model) for row in _efficiency(bench, target)]
+        return [
+            row for subproblem in problems(batch, model) for row in _efficiency(bench, subproblem)
+        ]
 
 
-def _efficiency(bench: Bench, target: ProgramProblem) -> list[Measurement]:
+def _efficiency(bench: Bench, subproblem: ProgramProblem) -> list[Measurement]:
     programs: dict[tuple[str, int], RankProgram] = {}
     for count, num_units in CUTS:
-        shared = shared_program(target, count, num_units)
-        dense = dense_program(target, len(shared.micro_batches))
+        shared = shared_program(subproblem, count, num_units)
+        dense = dense_program(subproblem, len(shared.micro_batches))
         programs["dense", count] = bench.prepare(dense)
         programs["shared", count] = bench.prepare(shared)
     times = {key: Times([], []) for key in programs}
@@ -272,7 +276,7 @@ def _efficiency(bench: Bench, target: ProgramProblem) -> list[Measurement]:
     rows = []
     for count, _ in CUTS:
         rows += _rows(bench.model, programs, times, count)
-        if target.is_update:
+        if subproblem.is_update:
             where = _name(programs["shared", count].program)
             wanted, found = gradients["dense", count], gradients["shared", count]
             error = float((found - wanted).norm() / wanted.norm())
@@ -335,9 +339,9 @@ def memory() -> list[Measurement]:
         cut = (-(-forward.tree.unique_tokens // 1024), 8)
 
         found = []
-        for name, target in (("forward", forward), ("update", update)):
+        for name, subproblem in (("forward", forward), ("update", update)):
             dynamic, everything = (
-                bench.peak_bytes(bench.prepare(shared_program(target, *cut, kind)), False)
+                bench.peak_bytes(bench.prepare(shared_program(subproblem, *cut, kind)), False)
                 for kind in ("dynamic", "everything")
             )
             what = f"{name}: peak KV bytes, dynamic / cache everything"

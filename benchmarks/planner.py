@@ -122,17 +122,17 @@ def scale() -> list[Measurement]:
 
 def balance(what: str, run: Timed) -> list[Measurement]:
     """Evenness of ranks and micro-batches, and what the evenness costs."""
-    (target,) = run.problem.programs()
+    (subproblem,) = run.problem.programs()
     (program,) = run.plan.programs
     rows = []
     num_ranks = run.plan.num_ranks
-    balanceable = len(target.cost_tree.leaves) >= LEAVES_PER_RANK_TO_BALANCE * num_ranks
-    if balanceable and target.bound.cost_s > DOMINATING * target.cost_tree.longest_sample_s:
+    balanceable = len(subproblem.cost_tree.leaves) >= LEAVES_PER_RANK_TO_BALANCE * num_ranks
+    if balanceable and subproblem.bound.cost_s > DOMINATING * subproblem.cost_tree.longest_sample_s:
         predicted = run.plan.predicted
         ratio = predicted["worker_time_max_s"] / predicted["worker_time_min_s"]
         rows.append(Measurement(f"{what}: worker time max/min", ratio, "", 1.02, False))
-    excess = 100.0 * run.plan.predicted["duplicated_tokens"] / target.tree.unique_tokens
-    forced = 100.0 * _forced_tokens(run) / target.tree.unique_tokens
+    excess = 100.0 * run.plan.predicted["duplicated_tokens"] / subproblem.tree.unique_tokens
+    forced = 100.0 * _forced_tokens(run) / subproblem.tree.unique_tokens
     name = f"{what}: duplicated tokens beyond the forced"
     rows.append(Measurement(name, excess - forced, "% points", 1.5, False))
     even = planned(run.problem.batch, num_ranks, "dfs_cut").plan.programs[0].micro_batches
@@ -153,11 +153,11 @@ def _spread(table: MicroBatches) -> float:
 
 def _forced_tokens(run: Timed) -> float:
     """Duplicated work that any placement of this makespan has, in tokens of average cost."""
-    (target,) = run.problem.programs()
-    tree = target.cost_tree
+    (subproblem,) = run.problem.programs()
+    tree = subproblem.cost_tree
     copies = copies_of(tree, run.plan.num_ranks, run.plan.predicted["makespan_s"])
     assert copies is not None
-    tokens_per_s = target.tree.unique_tokens / tree.shared_s.sum()
+    tokens_per_s = subproblem.tree.unique_tokens / tree.shared_s.sum()
     return float(((copies - 1.0) * tree.shared_s).sum() * tokens_per_s)
 
 
@@ -199,16 +199,16 @@ def small_instances() -> list[Measurement]:
     for _ in range(200):
         num_ranks = int(rng.integers(2, 4))
         run = planned(random_groups(rng, int(rng.integers(3, 8))), num_ranks, "optimal")
-        (target,) = run.problem.programs()
-        costs = target.least_set_costs
+        (subproblem,) = run.problem.programs()
+        costs = subproblem.least_set_costs
         assert costs is not None
         best = min(
             costs.of_ranks(np.array((0, *rest)), num_ranks).max()
             for rest in itertools.product(range(num_ranks), repeat=costs.num_items - 1)
         )
         # Of the placement: the plan may prefer another one for its launches and latencies.
-        draft = POLICIES["optimal"](target)
-        found = costs.of_ranks(draft.layout.rank, num_ranks).max()
+        draft = POLICIES["optimal"](subproblem)
+        found = costs.of_ranks(draft.placement.rank, num_ranks).max()
         equal += int(found <= best * (1.0 + 1e-9))
         above_optimum += int(draft.bound.cost_s > best * (1.0 + 1e-9))
     return [

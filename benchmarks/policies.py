@@ -20,9 +20,9 @@ from psrl.planner.micro_batching.all_ranks import token_cuts
 from psrl.planner.micro_batching.assemble import BuiltProgram, join_ranks
 from psrl.planner.micro_batching.best_cuts import cut_group
 from psrl.planner.micro_batching.cut_rules import CutRule
-from psrl.planner.micro_batching.rank_tree import rank_view
+from psrl.planner.micro_batching.rank_tree import tree_of_rank
 from psrl.planner.micro_batching.token_cuts import SNAP
-from psrl.planner.placement.placement import Layout
+from psrl.planner.placement.placement import Placement
 from psrl.sim import simulate
 from psrl.traces.synth import load_spec, synthesise
 
@@ -124,10 +124,10 @@ def makespan_s(problem: PlanningProblem, policy: str) -> float:
 def cuts(what: str, batch: SampleBatch) -> list[Measurement]:
     """Evenness of token cuts, and the bubbles of the fastest ones against node-boundary cuts."""
     problem = problem_of(batch, NUM_PIPELINES, NUM_STAGES)
-    (target,) = problem.programs()
-    layout = POLICIES["dfs_cut"](target).layout
-    of_tokens, of_nodes = (cut_evenly(layout, snap) for snap in (SNAP, np.inf))
-    fastest = (token_cuts(layout, memory_weight=0.0, snap=snap) for snap in (SNAP, np.inf))
+    (subproblem,) = problem.programs()
+    placement = POLICIES["dfs_cut"](subproblem).placement
+    of_tokens, of_nodes = (cut_evenly(placement, snap) for snap in (SNAP, np.inf))
+    fastest = (token_cuts(placement, memory_weight=0.0, snap=snap) for snap in (SNAP, np.inf))
     bubbles, bubbles_of_nodes = (100.0 * bubble_fraction(problem, built) for built in fastest)
     place = f"{what}, {batch.num_samples} samples"
     return [
@@ -143,17 +143,17 @@ def cuts(what: str, batch: SampleBatch) -> list[Measurement]:
     ]
 
 
-def cut_evenly(layout: Layout, snap: float) -> BuiltProgram:
+def cut_evenly(placement: Placement, snap: float) -> BuiltProgram:
     """Every rank in the same number of micro-batches, as far as the token budget allows."""
-    budget = layout.problem.setup.planning.max_tokens_per_micro_batch
+    budget = placement.problem.setup.planning.max_tokens_per_micro_batch
     ranks = []
     for rank in range(NUM_PIPELINES):
-        view = rank_view(layout, rank)
-        fewest = -(-view.total_tokens // budget)
-        wanted = max(1, min(NUM_MICRO_BATCHES, view.total_tokens // MIN_TOKENS))
+        rank_tree = tree_of_rank(placement, rank)
+        fewest = -(-rank_tree.total_tokens // budget)
+        wanted = max(1, min(NUM_MICRO_BATCHES, rank_tree.total_tokens // MIN_TOKENS))
         rule = CutRule(max(1.0, wanted / max(fewest, 1)), 1, 1.0, snap)
-        ranks += cut_group([view], rule).ranks
-    return join_ranks(layout, ranks)
+        ranks += cut_group([rank_tree], rule).ranks
+    return join_ranks(placement, ranks)
 
 
 def unevenness(built: BuiltProgram) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from psrl.core.plan.packing import LossEdges, loss_edges, node_pieces, visible_pairs
+from psrl.core.plan.packing import LossEdges, loss_edges, rows_of_nodes, visible_pairs
 from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
 from psrl.core.plan.schedule import Op, eager_backward_order, fill_counts, forward_needs, interleave
 from psrl.core.samples.sample import IntArray, SampleBatch, make_batch
@@ -221,7 +221,7 @@ def _readers(
     """Per micro-batch: last reader of each row (-1 for none), and all readers."""
     last_reader = [np.full(n, -1) for n in micro_batches.num_tokens.tolist()]
     readers: list[set[int]] = [set() for _ in last_reader]
-    pieces = node_pieces(program)
+    node_rows = rows_of_nodes(program)
     segments = program.segments
     for reader, node, depth in zip(
         segments.micro_batch.tolist(),
@@ -229,11 +229,11 @@ def _readers(
         segments.start_depth.tolist(),
         strict=True,
     ):
-        for piece in [p for v in tree.path(node) for p in pieces[v]]:
-            count = min(piece.end_depth, depth) - piece.start_depth
-            if count > 0 and piece.micro_batch != reader:
-                last_reader[piece.micro_batch][piece.row : piece.row + count] = reader
-                readers[piece.micro_batch].add(reader)
+        for rows in [p for v in tree.path(node) for p in node_rows[v]]:
+            count = min(rows.end_depth, depth) - rows.start_depth
+            if count > 0 and rows.micro_batch != reader:
+                last_reader[rows.micro_batch][rows.row : rows.row + count] = reader
+                readers[rows.micro_batch].add(reader)
     return last_reader, readers
 
 

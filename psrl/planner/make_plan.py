@@ -53,7 +53,7 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
             plan,
             problem.batch,
             setup.planning.memory_fraction,
-            [d.built.ranks[0].layout.tree for d in decided],
+            [d.built.ranks[0].placement.tree for d in decided],
         )
     except PlanError as error:
         raise PlanError(f"policy {policy!r} made a plan that breaks {error}") from None
@@ -75,14 +75,14 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
 class _Decided(NamedTuple):
     """A program, what was built for it and what no plan can beat."""
 
-    target: ProgramProblem
+    subproblem: ProgramProblem
     built: BuiltProgram
     bound: Bound
 
 
 def _decide(problem: PlanningProblem, policy: Policy) -> list[_Decided]:
-    drafts = [policy(target) for target in problem.programs()]
-    return [_Decided(d.layout.target, d.build(), d.bound) for d in drafts]
+    drafts = [policy(subproblem) for subproblem in problem.programs()]
+    return [_Decided(d.placement.subproblem, d.build(), d.bound) for d in drafts]
 
 
 def _peak_bytes(decided: list[_Decided]) -> int:
@@ -103,19 +103,19 @@ def _largest_need(problem: PlanningProblem, decided: list[_Decided]) -> str:
 
 def _predicted(problem: PlanningProblem, decided: list[_Decided]) -> dict[str, float]:
     """Metrics of docs/metrics.md that the planner knows; times include all planned phases."""
-    makespan_s = sum(d.built.time_s + d.target.step_s for d in decided)
-    lower_bound_s = sum(d.bound.cost_s + d.target.step_s for d in decided)
+    makespan_s = sum(d.built.time_s + d.subproblem.step_s for d in decided)
+    lower_bound_s = sum(d.bound.cost_s + d.subproblem.step_s for d in decided)
     worker_time_max_s = worker_time_min_s = 0.0
     by_phase: dict[str, float] = {}
     for phase in problem.phases:
-        running = [d for d in decided if phase in d.target.phases]
+        running = [d for d in decided if phase in d.subproblem.phases]
         worker_s = np.sum([[r.time_s for r in d.built.ranks] for d in running], axis=0)
         worker_time_max_s += float(worker_s.max())
         worker_time_min_s += float(worker_s.min())
         slowest_s = (max(r.time_s for r in d.built.ranks) for d in running)
-        by_phase[f"{phase}_s"] = sum(slowest_s) + sum(d.target.step_s for d in running)
+        by_phase[f"{phase}_s"] = sum(slowest_s) + sum(d.subproblem.step_s for d in running)
     built = [d.built for d in decided]
-    unique_tokens = sum(d.target.tree.unique_tokens for d in decided)
+    unique_tokens = sum(d.subproblem.tree.unique_tokens for d in decided)
     executed_tokens = sum(b.program.unique_tokens for b in built)
     bound_s = sum(d.bound.cost_s for d in decided)
     return {

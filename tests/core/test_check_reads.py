@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.plan.check_reads import RankedProgram, block_reads
+from psrl.core.plan.check_reads import ProgramByRank, block_reads
 from psrl.core.plan.packing import pack_rank
 from psrl.core.tree.rank_nodes import nodes_of_ranks
 from tests.core.cases import random_case
@@ -13,7 +13,7 @@ from tests.core.cases import random_case
 @given(st.integers(0, 100_000))
 def test_block_reads_are_those_of_the_packed_micro_batches(seed: int) -> None:
     case = random_case(seed)
-    ranked = RankedProgram.of(0, case.program, case.tree, case.num_ranks)
+    ranked = ProgramByRank.of(0, case.program, case.tree, case.num_ranks)
     reads = block_reads(ranked)
     blocks, table = ranked.blocks, ranked.micro_batches
     found = {

@@ -61,8 +61,8 @@ def problem_of(
 
 def update_of(batch: SampleBatch, setup: Setup):
     """The only program of an update with one mini-batch."""
-    (target,) = problem_of(batch, setup, ("update",)).programs()
-    return target
+    (subproblem,) = problem_of(batch, setup, ("update",)).programs()
+    return subproblem
 
 
 def nasty_batch(seed: int, num_samples: int, num_mini_batches: int = 1) -> SampleBatch:

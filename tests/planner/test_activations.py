@@ -16,21 +16,21 @@ from psrl.planner.micro_batching.activations import (
 )
 from psrl.planner.micro_batching.best_cuts import cut_group, group_bytes
 from psrl.planner.micro_batching.cut_rules import CutRule
-from psrl.planner.micro_batching.rank_tree import RankView, rank_view
-from psrl.planner.placement.placement import Layout
+from psrl.planner.micro_batching.rank_tree import RankTree, tree_of_rank
+from psrl.planner.placement.placement import Placement
 from tests.planner.cases import make_moe_setup, nasty_batch, problem_of, update_of, workloads
 
 MODES = np.array(["keep", "recompute", "drop"])
 
 
-def views_of(seed: int, num_ranks: int, num_stages: int, max_tokens: int) -> list[RankView]:
+def views_of(seed: int, num_ranks: int, num_stages: int, max_tokens: int) -> list[RankTree]:
     """Ranks in step with a random tree each."""
     batch = nasty_batch(seed, 8)
     setup = make_moe_setup(num_ranks, num_stages, num_ranks, max_tokens=max_tokens)
-    target = update_of(batch, setup)
+    subproblem = update_of(batch, setup)
     rank = np.arange(batch.num_samples) % num_ranks
-    layout = Layout(target, rank, np.zeros(batch.num_samples, np.int64))
-    return [rank_view(layout, r) for r in range(num_ranks)]
+    placement = Placement(subproblem, rank, np.zeros(batch.num_samples, np.int64))
+    return [tree_of_rank(placement, r) for r in range(num_ranks)]
 
 
 @given(
@@ -43,19 +43,19 @@ def views_of(seed: int, num_ranks: int, num_stages: int, max_tokens: int) -> lis
 def test_bytes_of_any_choice_are_those_of_the_ledger(
     seed: int, num_ranks: int, num_stages: int, choice: int
 ) -> None:
-    views = views_of(seed, num_ranks, num_stages, 6)
+    rank_trees = views_of(seed, num_ranks, num_stages, 6)
     rule = CutRule(1.0, 4, 1.5)
-    kept = cut_group(views, rule)
+    kept = cut_group(rank_trees, rule)
     activation = np.random.default_rng(choice).choice(MODES, kept.num_micro_batches)
-    chosen = cut_group(views, rule, activation)
+    chosen = cut_group(rank_trees, rule, activation)
     assert group_bytes(kept.ranks).usage(activation).max() == chosen.peak_bytes
     assert group_bytes(chosen.ranks).usage(activation).max() == chosen.peak_bytes
 
 
 def small_case(seed: int, num_stages: int) -> tuple[ActivationBytes, np.ndarray]:
-    views = views_of(seed, 1, num_stages, 14)
-    (made,) = cut_group(views, CutRule(1.0, 2, 1.0)).ranks
-    cost = views[0].layout.problem.cost_model
+    rank_trees = views_of(seed, 1, num_stages, 14)
+    (made,) = cut_group(rank_trees, CutRule(1.0, 2, 1.0)).ranks
+    cost = rank_trees[0].placement.problem.cost_model
     return group_bytes([made]), layer_forward_s([made.program], cost, num_stages)
 
 

@@ -28,8 +28,8 @@ def limited(setup: Setup, search_iterations: int, solver_work_limit: float) -> S
 @pytest.mark.parametrize("shape", sorted(workloads()))
 def test_a_longer_search_is_never_worse(shape: str) -> None:
     num_ranks = 6
-    target = update_of(workloads()[shape], make_setup(num_ranks))
-    tree, bound_s = target.cost_tree, target.bound.cost_s
+    subproblem = update_of(workloads()[shape], make_setup(num_ranks))
+    tree, bound_s = subproblem.cost_tree, subproblem.bound.cost_s
     worst_s = [
         rank_costs(tree, two_level_leaves(tree, num_ranks, bound_s, n, 0), num_ranks).max()
         for n in (0, 1, 20, 120)

@@ -14,9 +14,9 @@ from psrl.planner.problem import ProgramProblem
 from tests.planner.cases import make_setup, nasty_batch, tree_batch, update_of
 
 
-def sample_placement_work_s(target: ProgramProblem, rank: list[int], num_ranks: int) -> float:
+def sample_placement_work_s(subproblem: ProgramProblem, rank: list[int], num_ranks: int) -> float:
     """Exact work of the slowest rank, by sets of tokens and of predicted rows."""
-    unit, samples, work = target.unit_costs, target.samples, [0.0] * num_ranks
+    unit, samples, work = subproblem.unit_costs, subproblem.samples, [0.0] * num_ranks
     for r in range(num_ranks):
         paths, rows = set(), set()
         for s in np.flatnonzero(np.array(rank) == r).tolist():
@@ -37,12 +37,12 @@ def sample_placement_work_s(target: ProgramProblem, rank: list[int], num_ranks: 
 def test_bound_is_below_the_brute_force_optimum(
     seed: int, num_samples: int, num_ranks: int
 ) -> None:
-    target = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
+    subproblem = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
     optimum = min(
-        sample_placement_work_s(target, list(rank), num_ranks)
-        for rank in product(range(num_ranks), repeat=target.samples.num_samples)
+        sample_placement_work_s(subproblem, list(rank), num_ranks)
+        for rank in product(range(num_ranks), repeat=subproblem.samples.num_samples)
     )
-    assert 0.0 < target.rank_cost_bound_s <= optimum
+    assert 0.0 < subproblem.rank_cost_bound_s <= optimum
 
 
 @given(seed=st.integers(0, 10_000), num_leaves=st.integers(2, 7), num_ranks=st.integers(2, 3))
@@ -53,8 +53,8 @@ def test_search_is_close_to_the_best_placement_of_leaves(
     rng = np.random.default_rng(seed)
     half = [(int(n), []) for n in rng.integers(1, 40, size=num_leaves)]
     batch = tree_batch([(int(rng.integers(1, 40)), half[:3]), *half[3:]])
-    target = update_of(batch, make_setup(num_ranks))
-    tree, bound = target.cost_tree, target.rank_cost_bound_s
+    subproblem = update_of(batch, make_setup(num_ranks))
+    tree, bound = subproblem.cost_tree, subproblem.rank_cost_bound_s
     optimum = min(
         rank_costs(tree, np.array(rank), num_ranks).max()
         for rank in product(range(num_ranks), repeat=len(tree.leaves))
@@ -70,22 +70,22 @@ def test_search_is_close_to_the_best_placement_of_leaves(
 
 
 def test_the_longest_sample_is_a_bound() -> None:
-    target = update_of(tree_batch([(1000, []), (10, []), (10, [])]), make_setup(3))
-    alone = sample_placement_work_s(target, [0, 1, 1], 2)
-    assert target.rank_cost_bound_s == pytest.approx(alone, rel=1e-6)
+    subproblem = update_of(tree_batch([(1000, []), (10, []), (10, [])]), make_setup(3))
+    alone = sample_placement_work_s(subproblem, [0, 1, 1], 2)
+    assert subproblem.rank_cost_bound_s == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_prompt_that_no_rank_can_avoid_is_counted_on_each() -> None:
     # Four equal answers to one prompt on two ranks: two answers and the prompt on each.
     batch = tree_batch([(300, [(100, [])] * 4)])
-    target = update_of(batch, make_setup(2))
-    best = sample_placement_work_s(target, [0, 0, 1, 1], 2)
-    assert target.rank_cost_bound_s == pytest.approx(best, rel=1e-4)
-    assert target.cost_tree.total_s / 2 < 0.9 * best
+    subproblem = update_of(batch, make_setup(2))
+    best = sample_placement_work_s(subproblem, [0, 0, 1, 1], 2)
+    assert subproblem.rank_cost_bound_s == pytest.approx(best, rel=1e-4)
+    assert subproblem.cost_tree.total_s / 2 < 0.9 * best
 
 
 def test_refutation_is_monotone_enough_to_bisect() -> None:
-    target = update_of(nasty_batch(11, 12), make_setup(3))
-    bound = rank_cost_bound(target.cost_tree, 3).cost_s
-    assert not is_refuted(target.cost_tree, 3, target.cost_tree.total_s)
-    assert not is_refuted(target.cost_tree, 3, bound * 1.001)
+    subproblem = update_of(nasty_batch(11, 12), make_setup(3))
+    bound = rank_cost_bound(subproblem.cost_tree, 3).cost_s
+    assert not is_refuted(subproblem.cost_tree, 3, subproblem.cost_tree.total_s)
+    assert not is_refuted(subproblem.cost_tree, 3, bound * 1.001)

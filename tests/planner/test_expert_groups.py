@@ -11,13 +11,13 @@ from psrl.core.plan.plan import Plan
 from psrl.core.samples.sample import SampleBatch
 from psrl.planner import POLICIES, PlanningProblem, make_plan
 from psrl.planner.micro_batching.all_ranks import token_cuts
-from psrl.planner.micro_batching.assemble import join_ranks, rank_program
+from psrl.planner.micro_batching.assemble import build_rank, join_ranks
 from psrl.planner.micro_batching.best_cuts import cut_group
 from psrl.planner.micro_batching.cut_rules import CutRule, all_rules, cut_in_step, cut_rank
 from psrl.planner.micro_batching.expert_groups import run_in_step, slowest_durations
-from psrl.planner.micro_batching.rank_tree import rank_view
-from psrl.planner.micro_batching.token_cuts import cut_exactly, pieces_of
-from psrl.planner.placement.placement import Layout
+from psrl.planner.micro_batching.rank_tree import tree_of_rank
+from psrl.planner.micro_batching.token_cuts import cut_exactly, segments_of
+from psrl.planner.placement.placement import Placement
 from psrl.sim import simulate
 from tests.planner.cases import (
     chains,
@@ -98,21 +98,23 @@ def test_exact_cuts_have_the_wanted_count(
     seed: int, num_samples: int, count: int, num_units: int
 ) -> None:
     batch = nasty_batch(seed, num_samples)
-    target = update_of(batch, make_moe_setup(1))
-    view = rank_view(Layout(target, np.zeros(num_samples + 1, np.int64), _zeros(batch)), 0)
-    bounds = cut_exactly(view, num_units, count, 10_000)
+    subproblem = update_of(batch, make_moe_setup(1))
+    rank_tree = tree_of_rank(
+        Placement(subproblem, np.zeros(num_samples + 1, np.int64), _zeros(batch)), 0
+    )
+    bounds = cut_exactly(rank_tree, num_units, count, 10_000)
     assert bounds is not None
-    assert len(bounds) - 1 == min(count, view.total_tokens)
+    assert len(bounds) - 1 == min(count, rank_tree.total_tokens)
     assert bounds[0] == 0
-    assert bounds[-1] == view.total_tokens
+    assert bounds[-1] == rank_tree.total_tokens
     assert (np.diff(bounds) >= 1).all()
 
 
 def test_a_budget_that_the_count_breaks_is_refused() -> None:
-    target = update_of(tree_batch([(100, [])]), make_moe_setup(1))
-    view = rank_view(Layout(target, np.zeros(1, np.int64), np.zeros(1, np.int64)), 0)
-    assert cut_exactly(view, 1, 4, 20) is None
-    assert cut_exactly(view, 1, 5, 30) is not None
+    subproblem = update_of(tree_batch([(100, [])]), make_moe_setup(1))
+    rank_tree = tree_of_rank(Placement(subproblem, np.zeros(1, np.int64), np.zeros(1, np.int64)), 0)
+    assert cut_exactly(rank_tree, 1, 4, 20) is None
+    assert cut_exactly(rank_tree, 1, 5, 30) is not None
 
 
 def _zeros(batch: SampleBatch) -> np.ndarray:
@@ -129,9 +131,9 @@ def test_equal_cuts_beat_padding_in_simulation_and_come_near_the_bound(
     setup = make_moe_setup(4, num_stages, 4, max_tokens=512)
     problem = problem_of(batch, setup, ("update",))
     plan = make_plan(problem, "psrl")
-    (target,) = problem.programs()
-    layout = POLICIES["psrl"](target).layout
-    padded = padded_plan(plan, layout)
+    (subproblem,) = problem.programs()
+    placement = POLICIES["psrl"](subproblem).placement
+    padded = padded_plan(plan, placement)
     faster, slower = simulated_s(plan, batch), simulated_s(padded, batch)
     assert faster < 0.97 * slower
     # No group is faster than its most loaded rank's own work: steps of equal cost nearly get there.
@@ -139,12 +141,12 @@ def test_equal_cuts_beat_padding_in_simulation_and_come_near_the_bound(
     assert step_waste(plan, problem) < step_waste(padded, problem)
 
 
-def padded_plan(plan: Plan, layout: Layout) -> Plan:
+def padded_plan(plan: Plan, placement: Placement) -> Plan:
     """Each rank cut for itself by one rule; only empty micro-batches level the counts."""
     rule = CutRule(2.0, 4, 1.0)
-    views = [rank_view(layout, rank) for rank in range(plan.num_ranks)]
-    alone = [rank_program(layout, v.rank, pieces_of(v, cut_rank(v, rule))) for v in views]
-    built = join_ranks(layout, list(run_in_step(alone, 0).ranks))
+    rank_trees = [tree_of_rank(placement, rank) for rank in range(plan.num_ranks)]
+    alone = [build_rank(placement, v.rank, segments_of(v, cut_rank(v, rule))) for v in rank_trees]
+    built = join_ranks(placement, list(run_in_step(alone, 0).ranks))
     return replace(plan, programs=(built.program,))
 
 
@@ -165,11 +167,11 @@ def step_waste(plan: Plan, problem: PlanningProblem) -> float:
 
 
 def test_steps_of_a_group_cost_nearly_the_same() -> None:
-    target = update_of(workloads()["chains"], make_moe_setup(2, 1, 2, max_tokens=128))
-    samples = target.samples.num_samples
-    layout = Layout(target, np.arange(samples) % 2, np.zeros(samples, np.int64))
-    views = [rank_view(layout, rank) for rank in range(2)]
-    group = cut_group(views, all_rules(views)[0])
+    subproblem = update_of(workloads()["chains"], make_moe_setup(2, 1, 2, max_tokens=128))
+    samples = subproblem.samples.num_samples
+    placement = Placement(subproblem, np.arange(samples) % 2, np.zeros(samples, np.int64))
+    rank_trees = [tree_of_rank(placement, rank) for rank in range(2)]
+    group = cut_group(rank_trees, all_rules(rank_trees)[0])
     tables = [r.program.micro_batches for r in group.ranks]
     for cost_s in (table.forward_s + table.backward_s for table in tables):
         assert len(cost_s) == len(tables[0])
@@ -178,13 +180,13 @@ def test_steps_of_a_group_cost_nearly_the_same() -> None:
 
 def test_a_rank_with_little_work_runs_empty_steps() -> None:
     batch = tree_batch([(3, []), (500, [])])
-    target = update_of(batch, make_moe_setup(2, 1, 2, max_tokens=64))
-    layout = Layout(target, np.array([0, 1]), np.zeros(2, np.int64))
-    views = [rank_view(layout, rank) for rank in range(2)]
-    short, long = cut_in_step(views, CutRule(1.0, 1, 1.0))
+    subproblem = update_of(batch, make_moe_setup(2, 1, 2, max_tokens=64))
+    placement = Placement(subproblem, np.array([0, 1]), np.zeros(2, np.int64))
+    rank_trees = [tree_of_rank(placement, rank) for rank in range(2)]
+    short, long = cut_in_step(rank_trees, CutRule(1.0, 1, 1.0))
     assert short.tolist() == [0, 1, 2, 3]
     assert len(long) - 1 >= 8
-    built = token_cuts(layout)
+    built = token_cuts(placement)
     sizes = [built.program.on_rank(rank).micro_batches.num_tokens for rank in range(2)]
     assert len(sizes[0]) == len(sizes[1])
     assert sizes[0].sum() == 3

@@ -59,20 +59,20 @@ def test_the_documented_example_plans_by_file_module_and_entry_point(site: Path)
 
 def test_a_draft_has_full_control() -> None:
     module = "tests.planner.test_find_policy"
-    target = update_of(workloads()["stars"], make_setup(2, max_tokens=512))
-    draft = find_policy(f"{module}:plain_cuts")(target)
-    assert draft.build().program.unique_tokens == target.tree.unique_tokens
+    subproblem = update_of(workloads()["stars"], make_setup(2, max_tokens=512))
+    draft = find_policy(f"{module}:plain_cuts")(subproblem)
+    assert draft.build().program.unique_tokens == subproblem.tree.unique_tokens
 
 
-def plain_cuts(target: object) -> Draft:
-    draft = POLICIES["dfs_cut"](target)
-    layout = replace(draft.layout, rank=np.zeros_like(draft.layout.rank))
-    return Draft(layout, lambda: token_cuts(layout, single_unit=True))
+def plain_cuts(subproblem: object) -> Draft:
+    draft = POLICIES["dfs_cut"](subproblem)
+    placement = replace(draft.placement, rank=np.zeros_like(draft.placement.rank))
+    return Draft(placement, lambda: token_cuts(placement, single_unit=True))
 
 
-def half_a_program(target: object) -> Draft:
+def half_a_program(subproblem: object) -> Draft:
     """Breaks rule 2: the program computes less than its samples need."""
-    draft = POLICIES["dfs_cut"](target)
+    draft = POLICIES["dfs_cut"](subproblem)
 
     def build() -> object:
         built = draft.build()
@@ -80,26 +80,26 @@ def half_a_program(target: object) -> Draft:
         half = replace(built.program, segments=segments.rows(slice(1, None)))
         return replace(built, program=half)
 
-    return Draft(draft.layout, build)
+    return Draft(draft.placement, build)
 
 
-def fails_inside(target: object) -> np.ndarray:
+def fails_inside(subproblem: object) -> np.ndarray:
     return np.zeros(3) + np.zeros(4)
 
 
-def no_ranks(target: object) -> list[int]:
+def no_ranks(subproblem: object) -> list[int]:
     return [0]
 
 
-def too_few(target: object) -> np.ndarray:
+def too_few(subproblem: object) -> np.ndarray:
     return np.zeros(1, np.int64)
 
 
-def real_numbers(target: object) -> np.ndarray:
+def real_numbers(subproblem: object) -> np.ndarray:
     return np.zeros(48)
 
 
-def too_large(target: object) -> np.ndarray:
+def too_large(subproblem: object) -> np.ndarray:
     return np.full(48, 2)
 
 
@@ -138,7 +138,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_compared_with_installed_ones(site: Path) -> None:
-    install(site, "by_length", "some_policy", "def place(target): ...\n")
+    install(site, "by_length", "some_policy", "def place(subproblem): ...\n")
     with pytest.raises(ConfigError, match="Did you mean 'by_length'"):
         find_policy("by_lenght")
 
@@ -146,7 +146,7 @@ def test_unknown_names_are_compared_with_installed_ones(site: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("psrl", "def place(target): ...\n", "psRL has a policy of that name"),
+        ("psrl", "def place(subproblem): ...\n", "psRL has a policy of that name"),
         ("mine", "1 / 0\n", "cannot be loaded .ZeroDivisionError"),
         ("mine", "place = 3\n", "'mine' is of type int, not a function"),
     ],

@@ -41,10 +41,12 @@ def test_it_holds_where_samples_ride_with_others(
     seed: int, num_samples: int, num_ranks: int
 ) -> None:
     # Duplicates and prefixes of others may train their rows on another rank than their leaf's.
-    target = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
-    tree, count = target.cost_tree, target.samples.num_samples
+    subproblem = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
+    tree, count = subproblem.cost_tree, subproblem.samples.num_samples
     optimum = min(
-        sample_placement_work_s(target, list(np.unravel_index(i, [num_ranks] * count)), num_ranks)
+        sample_placement_work_s(
+            subproblem, list(np.unravel_index(i, [num_ranks] * count)), num_ranks
+        )
         for i in range(num_ranks**count)
     )
     low = rank_cost_bound(tree, num_ranks).cost_s
@@ -52,10 +54,10 @@ def test_it_holds_where_samples_ride_with_others(
 
 
 def test_rows_of_a_shared_leaf_are_not_certain() -> None:
-    target = update_of(tree_batch([(50, [(20, []), (30, [])])]), make_setup(2))
-    tree = target.cost_tree
+    subproblem = update_of(tree_batch([(50, [(20, []), (30, [])])]), make_setup(2))
+    tree = subproblem.cost_tree
     assert least_node_s(tree) == pytest.approx(tree.shared_s + tree.head_s)
-    twice = target.samples.select(np.array([0, 0, 1]))
+    twice = subproblem.samples.select(np.array([0, 0, 1]))
     tree = update_of(twice, make_setup(2)).cost_tree
     certain = least_node_s(tree)
     assert certain[tree.leaves[0]] == tree.shared_s[tree.leaves[0]]
@@ -74,8 +76,8 @@ def few_leaves_per_rank():
 
 
 def test_it_raises_the_bound_where_ranks_hold_few_leaves() -> None:
-    target = few_leaves_per_rank()
-    tree, low = target.cost_tree, target.bound.cost_s
+    subproblem = few_leaves_per_rank()
+    tree, low = subproblem.cost_tree, subproblem.bound.cost_s
     leaf_rank = two_level_leaves(tree, 10, low, 30, 0)
     worst_s = rank_costs(tree, leaf_rank, 10).max()
     raised = raise_by_leaves(tree, 10, low, worst_s, 40)
@@ -86,7 +88,7 @@ def test_it_raises_the_bound_where_ranks_hold_few_leaves() -> None:
 @pytest.mark.slow
 def test_optimal_reports_the_raised_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement_optimal, "_ROUNDS_PER_WORK", 150)
-    target = few_leaves_per_rank()
-    draft = POLICIES["optimal"](target)
+    subproblem = few_leaves_per_rank()
+    draft = POLICIES["optimal"](subproblem)
     assert draft.bound.source == "configurations of leaves"
-    assert draft.bound.cost_s > target.bound.cost_s
+    assert draft.bound.cost_s > subproblem.bound.cost_s

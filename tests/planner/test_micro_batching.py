@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner.micro_batching.assemble import rank_program
+from psrl.planner.micro_batching.assemble import build_rank
 from psrl.planner.micro_batching.best_cuts import best_group_program, cut_group, least_time_s
 from psrl.planner.micro_batching.cut_rules import all_rules, cut_all, cut_rank
-from psrl.planner.micro_batching.rank_tree import RankView, rank_view
-from psrl.planner.micro_batching.token_cuts import cut_units, pieces_of, unit_starts
-from psrl.planner.placement.placement import Layout
+from psrl.planner.micro_batching.rank_tree import RankTree, tree_of_rank
+from psrl.planner.micro_batching.token_cuts import cut_units, segments_of, unit_starts
+from psrl.planner.placement.placement import Placement
 from tests.planner.cases import (
     make_moe_setup,
     make_setup,
@@ -21,10 +21,10 @@ from tests.planner.cases import (
 )
 
 
-def view_of(batch, num_ranks: int = 1, rank: int = 0, **setup: object) -> RankView:
-    target = update_of(batch, make_setup(num_ranks, **setup))
+def view_of(batch, num_ranks: int = 1, rank: int = 0, **setup: object) -> RankTree:
+    subproblem = update_of(batch, make_setup(num_ranks, **setup))
     ranks = np.arange(batch.num_samples) % num_ranks
-    return rank_view(Layout(target, ranks, np.zeros(batch.num_samples, np.int64)), rank)
+    return tree_of_rank(Placement(subproblem, ranks, np.zeros(batch.num_samples, np.int64)), rank)
 
 
 def small_tree() -> list:
@@ -33,46 +33,46 @@ def small_tree() -> list:
 
 
 def test_one_unit_holds_everything() -> None:
-    view = view_of(tree_batch(small_tree()))
-    assert unit_starts(view, float("inf"), 1e-9) == [0]
+    rank_tree = view_of(tree_batch(small_tree()))
+    assert unit_starts(rank_tree, float("inf"), 1e-9) == [0]
 
 
 def test_a_big_head_stands_alone_and_siblings_run_together() -> None:
-    view = view_of(tree_batch(small_tree()))
-    answer_s = view.cost_before_s[2] - view.cost_before_s[1]
+    rank_tree = view_of(tree_batch(small_tree()))
+    answer_s = rank_tree.cost_before_s[2] - rank_tree.cost_before_s[1]
     # Two answers to a unit: prompt | a a | a a | single single.
-    assert unit_starts(view, 2.1 * answer_s, answer_s) == [0, 1, 3, 5]
+    assert unit_starts(rank_tree, 2.1 * answer_s, answer_s) == [0, 1, 3, 5]
 
 
 def test_a_small_head_joins_the_unit_behind_it() -> None:
-    view = view_of(tree_batch([(10, [(100, [])] * 4)]))
-    answer_s = view.cost_before_s[2] - view.cost_before_s[1]
-    assert unit_starts(view, 2.2 * answer_s, answer_s) == [0, 3]
+    rank_tree = view_of(tree_batch([(10, [(100, [])] * 4)]))
+    answer_s = rank_tree.cost_before_s[2] - rank_tree.cost_before_s[1]
+    assert unit_starts(rank_tree, 2.2 * answer_s, answer_s) == [0, 3]
 
 
 def test_units_are_cut_evenly_by_cost_inside_a_node() -> None:
-    view = view_of(tree_batch([(1000, [])]))
-    bounds = cut_units(view, [0], float(view.cost_before_s[-1]) / 2, 10_000)
+    rank_tree = view_of(tree_batch([(1000, [])]))
+    bounds = cut_units(rank_tree, [0], float(rank_tree.cost_before_s[-1]) / 2, 10_000)
     # Later tokens see more keys, so the second half of the cost is fewer tokens.
     first, second = np.diff(bounds).tolist()
     assert first > second + 50
     assert first + second == 1000
-    table = rank_program(view.layout, 0, pieces_of(view, bounds)).program.micro_batches
-    unit = view.layout.target.unit_costs
+    table = build_rank(rank_tree.placement, 0, segments_of(rank_tree, bounds)).program.micro_batches
+    unit = rank_tree.placement.subproblem.unit_costs
     cost_s = unit.token_s * table.num_tokens + unit.pair_s * table.pairs
     cost_s = cost_s + unit.head_s * table.head_tokens
     assert cost_s[0] == pytest.approx(cost_s[1], rel=5e-3)
 
 
 def test_a_cut_close_to_a_boundary_moves_there() -> None:
-    view = view_of(tree_batch([(499, []), (505, [])]))
-    bounds = cut_units(view, [0], float(view.cost_before_s[-1]) / 2, 10_000)
+    rank_tree = view_of(tree_batch([(499, []), (505, [])]))
+    bounds = cut_units(rank_tree, [0], float(rank_tree.cost_before_s[-1]) / 2, 10_000)
     assert bounds.tolist() == [0, 499, 1004]
 
 
 def test_equal_tokens_where_equal_costs_break_the_budget() -> None:
-    view = view_of(tree_batch([(1000, [])]))
-    bounds = cut_units(view, [0], float(view.cost_before_s[-1]), 1)
+    rank_tree = view_of(tree_batch([(1000, [])]))
+    bounds = cut_units(rank_tree, [0], float(rank_tree.cost_before_s[-1]), 1)
     assert np.diff(bounds).tolist() == [1] * 1000
 
 
@@ -88,40 +88,42 @@ def test_cuts_cover_the_rank_once_within_the_budget(
     seed: int, num_samples: int, max_tokens: int, num_stages: int
 ) -> None:
     batch = nasty_batch(seed, num_samples)
-    view = view_of(batch, 2, 1, max_tokens=max_tokens, pipeline_model_parallel_size=num_stages)
-    for rule in all_rules([view]):
-        pieces = pieces_of(view, cut_rank(view, rule))
-        sizes = np.bincount(pieces.micro_batch, pieces.num_tokens)
+    rank_tree = view_of(batch, 2, 1, max_tokens=max_tokens, pipeline_model_parallel_size=num_stages)
+    for rule in all_rules([rank_tree]):
+        segments = segments_of(rank_tree, cut_rank(rank_tree, rule))
+        sizes = np.bincount(segments.micro_batch, segments.num_tokens)
         assert not len(sizes) or (sizes.max() <= max_tokens and sizes.min() >= 1)
-        computed = np.bincount(pieces.node, pieces.num_tokens, minlength=view.layout.tree.num_nodes)
+        computed = np.bincount(
+            segments.node, segments.num_tokens, minlength=rank_tree.placement.tree.num_nodes
+        )
         expected = np.zeros_like(computed)
-        expected[view.node] = view.num_tokens
+        expected[rank_tree.node] = rank_tree.num_tokens
         assert np.array_equal(computed, expected)
 
 
 def test_smaller_units_hold_less() -> None:
-    view = view_of(workloads()["stars"], max_tokens=256)
-    whole, *_, fine = [r for r in all_rules([view]) if r.count_factor == 2.0]
+    rank_tree = view_of(workloads()["stars"], max_tokens=256)
+    whole, *_, fine = [r for r in all_rules([rank_tree]) if r.count_factor == 2.0]
     assert (whole.num_units, fine.num_units) == (1, 16)
-    assert cut_group([view], fine).peak_bytes < 0.7 * cut_group([view], whole).peak_bytes
+    assert cut_group([rank_tree], fine).peak_bytes < 0.7 * cut_group([rank_tree], whole).peak_bytes
 
 
 def test_holding_more_than_forced_fills_a_pipeline() -> None:
-    view = view_of(workloads()["stars"], max_tokens=128, pipeline_model_parallel_size=4)
-    rules = [r for r in all_rules([view]) if (r.count_factor, r.num_units) == (1.0, 16)]
-    lean, *_, full = [cut_group([view], rule) for rule in rules]
+    rank_tree = view_of(workloads()["stars"], max_tokens=128, pipeline_model_parallel_size=4)
+    rules = [r for r in all_rules([rank_tree]) if (r.count_factor, r.num_units) == (1.0, 16)]
+    lean, *_, full = [cut_group([rank_tree], rule) for rule in rules]
     assert full.time_s < lean.time_s
     assert full.peak_bytes > lean.peak_bytes
 
 
 def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None:
-    view = view_of(workloads()["stars"], max_tokens=256, pipeline_model_parallel_size=2)
-    rules = all_rules([view])
-    times = [cut_group([view], rule).time_s for rule in rules]
-    assert best_group_program([view], rules, 0.0).program.time_s == min(times)
-    lean = best_group_program([view], rules, 0.02).program
+    rank_tree = view_of(workloads()["stars"], max_tokens=256, pipeline_model_parallel_size=2)
+    rules = all_rules([rank_tree])
+    times = [cut_group([rank_tree], rule).time_s for rule in rules]
+    assert best_group_program([rank_tree], rules, 0.0).program.time_s == min(times)
+    lean = best_group_program([rank_tree], rules, 0.02).program
     assert lean.time_s <= 1.02 * min(times)
-    assert lean.peak_bytes <= best_group_program([view], rules, 0.0).program.peak_bytes
+    assert lean.peak_bytes <= best_group_program([rank_tree], rules, 0.0).program.peak_bytes
 
 
 @pytest.mark.slow
@@ -138,29 +140,31 @@ def test_no_candidate_is_faster_than_its_bound(
     batch = nasty_batch(seed, 8)
     setup = make_moe_setup(num_ranks, num_stages, num_ranks, max_tokens=8)
     parallel = setup.parallel.model_copy(update={"recompute": recompute})
-    target = update_of(batch, setup.model_copy(update={"parallel": parallel}))
+    subproblem = update_of(batch, setup.model_copy(update={"parallel": parallel}))
     samples = np.arange(batch.num_samples)
-    layout = Layout(target, samples % num_ranks, np.zeros_like(samples))
-    views = [rank_view(layout, rank) for rank in range(num_ranks)]
-    for rule in all_rules(views)[::7]:
-        time_s = cut_group(views, rule).time_s
-        least_s = least_time_s(views, cut_all(views, rule))
+    placement = Placement(subproblem, samples % num_ranks, np.zeros_like(samples))
+    rank_trees = [tree_of_rank(placement, rank) for rank in range(num_ranks)]
+    for rule in all_rules(rank_trees)[::7]:
+        time_s = cut_group(rank_trees, rule).time_s
+        least_s = least_time_s(rank_trees, cut_all(rank_trees, rule))
         assert least_s <= time_s * (1.0 + 1e-9)
         if num_stages == 1:
             assert least_s == pytest.approx(time_s)
 
 
 def test_costs_and_sizes_before_any_token_are_sums_over_the_tokens() -> None:
-    view = view_of(nasty_batch(3, 12), 2, 1)
-    everything = np.arange(view.total_tokens + 1)
-    unit, sizes = view.layout.target.unit_costs, view.sizes_before(everything)
+    rank_tree = view_of(nasty_batch(3, 12), 2, 1)
+    everything = np.arange(rank_tree.total_tokens + 1)
+    unit, sizes = rank_tree.placement.subproblem.unit_costs, rank_tree.sizes_before(everything)
     cost_s = (
         unit.token_s * sizes.num_tokens
         + unit.pair_s * sizes.pairs
         + unit.head_s * sizes.head_tokens
     )
-    assert cost_s[view.tokens_before] == pytest.approx(view.cost_before_s)
-    table = rank_program(view.layout, 1, pieces_of(view, everything)).program.micro_batches
+    assert cost_s[rank_tree.tokens_before] == pytest.approx(rank_tree.cost_before_s)
+    table = build_rank(
+        rank_tree.placement, 1, segments_of(rank_tree, everything)
+    ).program.micro_batches
     assert np.array_equal(np.diff(sizes.pairs), table.pairs)
     assert np.array_equal(np.diff(sizes.head_tokens), table.head_tokens)
-    assert np.array_equal(view.tokens_at(cost_s, np.zeros(len(cost_s))), everything)
+    assert np.array_equal(rank_tree.tokens_at(cost_s, np.zeros(len(cost_s))), everything)

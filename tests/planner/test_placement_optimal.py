@@ -46,13 +46,15 @@ def test_optimal_and_the_bound_equal_brute_force_over_samples(
     seed: int, num_samples: int, num_ranks: int
 ) -> None:
     # Duplicates, prefixes of others, shared predicted rows: no placement of samples is missed.
-    target = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks, search_iterations=5))
-    best = min(
-        sample_placement_work_s(target, list(rank), num_ranks)
-        for rank in product(range(num_ranks), repeat=target.samples.num_samples)
+    subproblem = update_of(
+        nasty_batch(seed, num_samples), make_setup(num_ranks, search_iterations=5)
     )
-    draft = POLICIES["optimal"](target)
-    found = sample_placement_work_s(target, draft.layout.rank.tolist(), num_ranks)
+    best = min(
+        sample_placement_work_s(subproblem, list(rank), num_ranks)
+        for rank in product(range(num_ranks), repeat=subproblem.samples.num_samples)
+    )
+    draft = POLICIES["optimal"](subproblem)
+    found = sample_placement_work_s(subproblem, draft.placement.rank.tolist(), num_ranks)
     assert found == pytest.approx(best, rel=1e-6)
     assert draft.bound.cost_s <= best * (1.0 + 1e-9)
     if num_ranks > 1:
@@ -107,8 +109,8 @@ def test_the_total_is_least_among_the_lowest_maxima() -> None:
 def few_leaves() -> tuple[CostTree, np.ndarray, float]:
     rng = np.random.default_rng(3)
     groups = [(int(n), [(int(m), []) for m in rng.integers(20, 200, 6)]) for n in [100, 40] * 4]
-    target = update_of(tree_batch(groups), make_setup(16))
-    return target.cost_tree, np.arange(48) // 3, target.bound.cost_s
+    subproblem = update_of(tree_batch(groups), make_setup(16))
+    return subproblem.cost_tree, np.arange(48) // 3, subproblem.bound.cost_s
 
 
 @pytest.mark.slow

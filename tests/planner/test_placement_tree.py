@@ -42,36 +42,36 @@ def test_costs_and_search_state_agree_with_marking(
 
 @pytest.mark.parametrize("shape", sorted(workloads()))
 def test_dfs_cut_runs_are_contiguous_and_the_search_is_not_worse(shape: str) -> None:
-    target = update_of(workloads()[shape], make_setup(4))
-    tree = target.cost_tree
+    subproblem = update_of(workloads()[shape], make_setup(4))
+    tree = subproblem.cost_tree
     contiguous = dfs_cut_leaves(tree, 4)
     assert (np.diff(contiguous) >= 0).all()
     assert (np.diff(contiguous) <= 1).all()
     assert contiguous[-1] <= 3
-    searched = two_level_leaves(tree, 4, target.rank_cost_bound_s, 100, 0)
+    searched = two_level_leaves(tree, 4, subproblem.rank_cost_bound_s, 100, 0)
     assert rank_costs(tree, searched, 4).max() <= rank_costs(tree, contiguous, 4).max()
 
 
 def test_whole_groups_stay_together_when_they_balance() -> None:
     batch = tree_batch([(200, [(100, [])] * 3) for _ in range(4)])
-    target = update_of(batch, make_setup(4))
-    leaf_rank = two_level_leaves(target.cost_tree, 4, target.rank_cost_bound_s, 50, 0)
+    subproblem = update_of(batch, make_setup(4))
+    leaf_rank = two_level_leaves(subproblem.cost_tree, 4, subproblem.rank_cost_bound_s, 50, 0)
     assert np.ptp(leaf_rank.reshape(4, 3), axis=1).tolist() == [0, 0, 0, 0]
     assert sorted(leaf_rank[::3].tolist()) == [0, 1, 2, 3]
 
 
 def test_one_group_is_split_when_it_must_be() -> None:
-    target = update_of(tree_batch([(100, [(100, [])] * 8)]), make_setup(4))
-    leaf_rank = two_level_leaves(target.cost_tree, 4, target.rank_cost_bound_s, 50, 0)
+    subproblem = update_of(tree_batch([(100, [(100, [])] * 8)]), make_setup(4))
+    leaf_rank = two_level_leaves(subproblem.cost_tree, 4, subproblem.rank_cost_bound_s, 50, 0)
     assert np.bincount(leaf_rank).tolist() == [2, 2, 2, 2]
 
 
 def test_chains_of_samples_merge_into_one_node() -> None:
     # Three samples, each a prefix of the next: one leaf, and all ride on it.
-    target = update_of(nasty_chain(), make_setup(2))
-    assert target.tree.num_nodes == 4
-    assert target.cost_tree.num_nodes == 1
-    assert target.cost_tree.leaf_of_sample.tolist() == [0, 0, 0]
+    subproblem = update_of(nasty_chain(), make_setup(2))
+    assert subproblem.tree.num_nodes == 4
+    assert subproblem.cost_tree.num_nodes == 1
+    assert subproblem.cost_tree.leaf_of_sample.tolist() == [0, 0, 0]
 
 
 def nasty_chain():

@@ -72,13 +72,13 @@ def test_sharing_saves_what_it_should() -> None:
     batch = workloads()["stars"]
     problem = problem_of(batch, make_setup(1, max_tokens=2000), ("update",))
     executed = {n: make_plan(problem, n).predicted["executed_tokens"] for n in POLICIES}
-    (target,) = problem.programs()
+    (subproblem,) = problem.programs()
     assert executed["verl"] == batch.logical_tokens
     shared = {"sglang_ps", "sharing_agnostic", "prefix_match_first", "balance_first", "psrl"}
     for name in shared | {"dfs_cut"}:
-        assert executed[name] == target.tree.unique_tokens
-    assert target.tree.unique_tokens < executed["first_fit"] < batch.logical_tokens
-    assert target.tree.unique_tokens <= executed["vllm_ps"] < batch.logical_tokens
+        assert executed[name] == subproblem.tree.unique_tokens
+    assert subproblem.tree.unique_tokens < executed["first_fit"] < batch.logical_tokens
+    assert subproblem.tree.unique_tokens <= executed["vllm_ps"] < batch.logical_tokens
 
 
 def test_fixed_blocks_are_whole_and_stay_and_adaptive_ones_are_exact() -> None:
@@ -98,23 +98,23 @@ def test_fixed_blocks_are_whole_and_stay_and_adaptive_ones_are_exact() -> None:
 def test_prefix_match_first_follows_the_prefix_and_balance_first_the_load() -> None:
     tokens = [[1, 2, 3], [7, 8], [1, 2, 9], [7, 8, 5]]
     batch = make_batch(tokens, [[(1, len(t))] for t in tokens])
-    target = update_of(batch, make_setup(2))
-    matched = POLICIES["prefix_match_first"](target).layout.rank
+    subproblem = update_of(batch, make_setup(2))
+    matched = POLICIES["prefix_match_first"](subproblem).placement.rank
     assert matched.tolist() == [0, 1, 0, 1]
-    balanced = POLICIES["balance_first"](target).layout.rank
+    balanced = POLICIES["balance_first"](subproblem).placement.rank
     assert balanced.tolist()[:2] == [0, 1]
 
 
 def test_a_prefix_of_all_samples_attracts_no_group() -> None:
     tokens = [[6, 6, 6, 1, 2], [6, 6, 6, 3, 4], [6, 6, 6, 1, 5], [6, 6, 6, 3, 7]]
     batch = make_batch(tokens, [[(1, len(t))] for t in tokens])
-    matched = POLICIES["prefix_match_first"](update_of(batch, make_setup(2))).layout.rank
+    matched = POLICIES["prefix_match_first"](update_of(batch, make_setup(2))).placement.rank
     assert matched.tolist() == [0, 1, 0, 1]
 
 
 def test_first_fit_opens_a_new_trie_when_the_budget_is_full() -> None:
     tokens = [[1, 1, 1, 1], [2, 2, 2, 2], [1, 1, 1, 3], [2, 2, 2, 2, 2]]
     batch = make_batch(tokens, [[(1, len(t))] for t in tokens])
-    target = update_of(batch, make_setup(1, max_tokens=5))
+    subproblem = update_of(batch, make_setup(1, max_tokens=5))
     # Sample 2 adds one token to the first trie; sample 3 adds one to the second.
-    assert POLICIES["first_fit"](target).layout.share_key.tolist() == [0, 1, 0, 1]
+    assert POLICIES["first_fit"](subproblem).placement.share_key.tolist() == [0, 1, 0, 1]

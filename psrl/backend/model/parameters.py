@@ -60,21 +60,21 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-class Layout(NamedTuple):
+class ShardedDim(NamedTuple):
     """How a full tensor is cut: `num_parts` equal parts along `dim`, each sliced by rank."""
 
     dim: int
     num_parts: int
 
 
-_LAYOUTS = {
-    "word_embeddings.weight": Layout(0, 1),
-    "output_layer.weight": Layout(0, 1),
-    "linear_qkv.weight": Layout(0, 1),
-    "linear_qkv.bias": Layout(0, 1),
-    "linear_proj.weight": Layout(1, 1),
-    "linear_fc1.weight": Layout(0, 2),
-    "linear_fc2.weight": Layout(1, 1),
+_SHARDED_DIMS = {
+    "word_embeddings.weight": ShardedDim(0, 1),
+    "output_layer.weight": ShardedDim(0, 1),
+    "linear_qkv.weight": ShardedDim(0, 1),
+    "linear_qkv.bias": ShardedDim(0, 1),
+    "linear_proj.weight": ShardedDim(1, 1),
+    "linear_fc1.weight": ShardedDim(0, 2),
+    "linear_fc2.weight": ShardedDim(1, 1),
 }
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 # Replicated weights that see only the rank's own heads: their gradient is a sum over ranks.
@@ -110,11 +110,11 @@ def is_expert(name: str) -> bool:
     return ".local_experts." in name
 
 
-def layout(name: str) -> Layout | None:
-    """Layout of a parameter; None if a rank that holds it holds all of it."""
+def sharded_dim(name: str) -> ShardedDim | None:
+    """How a parameter is cut; None if a rank that holds it holds all of it."""
     if is_expert(name):
         return None
-    return _LAYOUTS.get(".".join(name.rsplit(".", 2)[-2:]))
+    return _SHARDED_DIMS.get(".".join(name.rsplit(".", 2)[-2:]))
 
 
 def has_partial_gradient(name: str, parameter: Tensor) -> bool:
@@ -127,7 +127,7 @@ def has_partial_gradient(name: str, parameter: Tensor) -> bool:
 
 def shard(full: Tensor, name: str, rank: int, size: int) -> Tensor:
     """The slice of a full tensor that a tensor-parallel rank holds."""
-    cut = layout(name)
+    cut = sharded_dim(name)
     if cut is None or size == 1:
         return full
     parts = full.chunk(cut.num_parts * size, cut.dim)
@@ -136,7 +136,7 @@ def shard(full: Tensor, name: str, rank: int, size: int) -> Tensor:
 
 def unshard(shards: list[Tensor], name: str) -> Tensor:
     """The full tensor, from the slices of all tensor-parallel ranks in order."""
-    cut = layout(name)
+    cut = sharded_dim(name)
     if cut is None or len(shards) == 1:
         return shards[0]
     parts = [s.chunk(cut.num_parts, cut.dim) for s in shards]
@@ -168,7 +168,7 @@ def gather_slices(
     """
     for name, tensor in tensors:
         shards = [tensor.detach().clone()]
-        if groups.tensor is not None and groups.tensor.size() > 1 and layout(name) is not None:
+        if groups.tensor is not None and groups.tensor.size() > 1 and sharded_dim(name) is not None:
             shards = [torch.empty_like(tensor) for _ in range(groups.tensor.size())]
             dist.all_gather(shards, tensor.detach().contiguous(), group=groups.tensor)
         yield name, unshard(shards, name).cpu()
@@ -212,7 +212,7 @@ def fill_random(
             policy that differs from the trained one.
     """
     for name, parameter in stage_parameters(module):
-        cut = layout(name)
+        cut = sharded_dim(name)
         shape = list(parameter.shape)
         if cut is not None:
             shape[cut.dim] *= size

@@ -28,8 +28,8 @@ from .parameters import (
     group_rank,
     group_size,
     is_expert,
-    layout,
     shard,
+    sharded_dim,
     stage_parameters,
 )
 
@@ -53,7 +53,7 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in stage_parameters(module):
             full_shape = list(parameter.shape)
-            cut = layout(name)
+            cut = sharded_dim(name)
             if cut is not None:
                 full_shape[cut.dim] *= size
             source = hf_source(name)

@@ -19,7 +19,7 @@ from psrl.backend.model.parameters import (
     group_size,
     has_partial_gradient,
     is_expert,
-    layout,
+    sharded_dim,
     stage_parameters,
 )
 
@@ -176,7 +176,7 @@ class MainGradients:
             if is_expert(name):
                 experts += square
             elif not getattr(self._parameters[name], "shared", False):
-                shared += square if layout(name) is not None else square / tensor_size
+                shared += square if sharded_dim(name) is not None else square / tensor_size
         _all_reduce([shared], self.groups.tensor)
         _all_reduce([experts], self.groups.expert)
         total = shared + experts

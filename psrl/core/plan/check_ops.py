@@ -12,7 +12,7 @@ from psrl.core.cost.cost_model import MemoryModel
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.samples.sample import IntArray
 
-from .check_reads import RankedProgram, Reads
+from .check_reads import ProgramByRank, Reads
 from .memory_ledger import MemoryLedger
 from .plan import Program
 from .schedule import Op, pipeline_timing, stage_ops
@@ -25,7 +25,7 @@ class RankOps(NamedTuple):
     ops: list[Op]
 
 
-def check_schedule(ranked: RankedProgram, num_stages: int) -> list[list[RankOps]]:
+def check_schedule(ranked: ProgramByRank, num_stages: int) -> list[list[RankOps]]:
     """Rules 5, 6, 7: op counts, recomputes in place, no deadlock.
 
     Returns: op lists of all ranks, by stage.
@@ -149,7 +149,7 @@ def check_op_patterns(index: int, program: Program, parallel: ParallelConfig) ->
 
 
 def check_lifetimes(
-    ranked: RankedProgram, reads: Reads, rank_ops: list[RankOps], stage: int
+    ranked: ProgramByRank, reads: Reads, rank_ops: list[RankOps], stage: int
 ) -> None:
     """Rule 6: what an op reads is alive: written before, released after."""
     blocks, first_number = ranked.blocks, ranked.first_micro_batch.tolist()
@@ -211,7 +211,7 @@ class _Reader:
     read_blocks: frozenset[int]
 
 
-def _readers(ranked: RankedProgram, reads: Reads) -> list[list[_Reader]]:
+def _readers(ranked: ProgramByRank, reads: Reads) -> list[list[_Reader]]:
     """Micro-batches of each rank with the numbers of the blocks that they read."""
     numbers = ranked.blocks.block[reads.block]
     bounds = np.searchsorted(reads.reader, np.arange(len(ranked.micro_batches) + 1)).tolist()
@@ -226,7 +226,7 @@ def _readers(ranked: RankedProgram, reads: Reads) -> list[list[_Reader]]:
 
 
 def check_memory(
-    ranked: RankedProgram,
+    ranked: ProgramByRank,
     reads: Reads,
     ops_by_stage: list[list[RankOps]],
     memory: MemoryModel,

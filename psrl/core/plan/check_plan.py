@@ -19,7 +19,7 @@ from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.core.tree.rank_nodes import nodes_of_ranks
 
 from .check_ops import check_lifetimes, check_memory, check_op_patterns, check_schedule
-from .check_reads import RankedProgram, block_reads
+from .check_reads import ProgramByRank, block_reads
 from .packing import visible_pairs
 from .plan import Plan
 
@@ -52,7 +52,7 @@ def check_plan(
         tree = program.tree(batch) if trees is None else trees[index]
         tree.validate()
         rows = loss_rows(tree, samples)
-        ranked = RankedProgram.of(index, program, tree, plan.num_ranks)
+        ranked = ProgramByRank.of(index, program, tree, plan.num_ranks)
         _check_coverage(ranked)
         _check_order(ranked)
         _check_block_table(ranked)
@@ -107,7 +107,7 @@ def _check_samples(plan: Plan, batch: SampleBatch) -> None:
             )
 
 
-def _check_coverage(ranked: RankedProgram) -> None:
+def _check_coverage(ranked: ProgramByRank) -> None:
     """Rule 2: each rank computes each token of its samples' paths once, and nothing else."""
     tree, table = ranked.tree, ranked.segments
     bad = (table.node < 1) | (table.node >= tree.num_nodes) | (table.num_tokens < 1)
@@ -137,7 +137,7 @@ def _check_coverage(ranked: RankedProgram) -> None:
         )
 
 
-def _check_order(ranked: RankedProgram) -> None:
+def _check_order(ranked: ProgramByRank) -> None:
     """Rule 3: micro-batches are numbered and hold their segments in depth-first pre-order."""
     segments, table = ranked.segments, ranked.micro_batches
     later = np.full(len(segments), True)
@@ -153,12 +153,12 @@ def _check_order(ranked: RankedProgram) -> None:
     _refuse(ranked, 3, strange, f"activation must be one of {', '.join(ACTIVATIONS)}")
 
 
-def _refuse(ranked: RankedProgram, rule: int, ranks: IntArray, what: str) -> None:
+def _refuse(ranked: ProgramByRank, rule: int, ranks: IntArray, what: str) -> None:
     if len(ranks):
         raise PlanError(f"rule {rule}: {ranked.where(int(ranks.min()))}: {what}")
 
 
-def _check_block_table(ranked: RankedProgram) -> None:
+def _check_block_table(ranked: ProgramByRank) -> None:
     """Rule 6, what it takes for granted: numbers occur once, rows exist and are cached once."""
     blocks = ranked.blocks
     by_number = np.lexsort((blocks.block, blocks.rank))
@@ -185,7 +185,7 @@ def _check_block_table(ranked: RankedProgram) -> None:
     _refuse(ranked, 6, blocks.rank[order][1:][overlaps], "two blocks hold the same row")
 
 
-def _check_sizes(ranked: RankedProgram) -> None:
+def _check_sizes(ranked: ProgramByRank) -> None:
     """Rule 3: micro-batches have the stated tokens and visible pairs."""
     segments, table = ranked.segments, ranked.micro_batches
     tokens, pairs = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
@@ -202,7 +202,7 @@ def _check_sizes(ranked: RankedProgram) -> None:
         )
 
 
-def _check_head_tokens(ranked: RankedProgram, rows: LossRows, samples: SampleBatch) -> None:
+def _check_head_tokens(ranked: ProgramByRank, rows: LossRows, samples: SampleBatch) -> None:
     """Rule 8: the table states the distinct positions whose logits are computed."""
     tree, segments, table = ranked.tree, ranked.segments, ranked.micro_batches
     predicting = rows.by_rank(ranked.program.assignments.rank, tree)

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True, eq=False)
-class RankedProgram:
+class ProgramByRank:
     """A program whose rows are sorted by rank, with its micro-batches numbered over all ranks.
 
     M micro-batches; micro-batch m of rank r has number `first_micro_batch[r] + m`.
@@ -30,7 +30,7 @@ class RankedProgram:
     num_ranks: int
 
     @classmethod
-    def of(cls, index: int, program: Program, tree: PrefixTree, num_ranks: int) -> "RankedProgram":
+    def of(cls, index: int, program: Program, tree: PrefixTree, num_ranks: int) -> "ProgramByRank":
         """Sort the tables; rows of one rank keep their order."""
 
         def by_rank(table: T) -> T:
@@ -118,7 +118,7 @@ class Reads(NamedTuple):
     block: IntArray
 
 
-def block_reads(ranked: RankedProgram) -> Reads:
+def block_reads(ranked: ProgramByRank) -> Reads:
     """Rule 4: what micro-batches read of each other, all of which must be cached.
 
     Raises:
@@ -153,11 +153,11 @@ def block_reads(ranked: RankedProgram) -> Reads:
     return Reads(pairs // num_blocks, pairs % num_blocks)
 
 
-def _owner(ranked: RankedProgram) -> IntArray:
+def _owner(ranked: ProgramByRank) -> IntArray:
     return ranked.first_micro_batch[ranked.blocks.rank] + ranked.blocks.micro_batch
 
 
-def _segment_reads(ranked: RankedProgram) -> tuple[IntArray, IntArray]:
+def _segment_reads(ranked: ProgramByRank) -> tuple[IntArray, IntArray]:
     """All pairs of a micro-batch and a segment of another one on the path of its tokens."""
     order, table, tree = ranked.by_token, ranked.segments, ranked.tree
     owner = ranked.segment_micro_batch[order]

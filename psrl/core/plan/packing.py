@@ -96,7 +96,7 @@ def visible_pairs(start_depth: IntArray, num_tokens: IntArray) -> IntArray:
     return start_depth * num_tokens + num_tokens * (num_tokens + 1) // 2
 
 
-class Piece(NamedTuple):
+class NodeRows(NamedTuple):
     """Where tokens `[start_depth, end_depth)` of a tree node are computed on a rank."""
 
     start_depth: int
@@ -105,9 +105,9 @@ class Piece(NamedTuple):
     row: int
 
 
-def node_pieces(program: Program) -> dict[int, list[Piece]]:
+def rows_of_nodes(program: Program) -> dict[int, list[NodeRows]]:
     """Pieces of every node of one rank's program, ascending in depth."""
-    pieces: dict[int, list[Piece]] = {}
+    node_rows: dict[int, list[NodeRows]] = {}
     segments, row, previous = program.segments, 0, -1
     for micro_batch, node, start, count in zip(
         segments.micro_batch.tolist(),
@@ -117,11 +117,11 @@ def node_pieces(program: Program) -> dict[int, list[Piece]]:
         strict=True,
     ):
         row = row if micro_batch == previous else 0
-        pieces.setdefault(node, []).append(Piece(start, start + count, micro_batch, row))
+        node_rows.setdefault(node, []).append(NodeRows(start, start + count, micro_batch, row))
         row, previous = row + count, micro_batch
-    for runs in pieces.values():
+    for runs in node_rows.values():
         runs.sort()
-    return pieces
+    return node_rows
 
 
 def pack_rank(program: Program, tree: PrefixTree) -> list[PackedMicroBatch]:
@@ -133,13 +133,15 @@ def pack_rank(program: Program, tree: PrefixTree) -> list[PackedMicroBatch]:
     Raises:
         PlanError: if a token is read across micro-batches but no block caches it.
     """
-    pieces = node_pieces(program)
+    node_rows = rows_of_nodes(program)
     blocks = _blocks_by_owner(program)
     packed = []
     micro_batch = program.segments.micro_batch
     for index in program.micro_batches.micro_batch.tolist():
         rows = program.segments.rows(np.flatnonzero(micro_batch == index))
-        chains = _chains(index, rows.node, rows.start_depth, rows.num_tokens, tree, pieces, blocks)
+        chains = _chains(
+            index, rows.node, rows.start_depth, rows.num_tokens, tree, node_rows, blocks
+        )
         packed.append(
             PackedMicroBatch(
                 index,
@@ -175,7 +177,7 @@ def _chains(
     start_depth: IntArray,
     num_tokens: IntArray,
     tree: PrefixTree,
-    pieces: dict[int, list[Piece]],
+    node_rows: dict[int, list[NodeRows]],
     blocks: dict[int, list[CachedRows]],
 ) -> list[Chain]:
     chains: list[Chain] = []
@@ -189,7 +191,7 @@ def _chains(
         if continues and chains:
             chains[-1] = chains[-1]._replace(end=row + count)
         else:
-            runs = _path_runs(index, v, depth, tree, pieces, blocks)
+            runs = _path_runs(index, v, depth, tree, node_rows, blocks)
             chains.append(Chain(row, row + count, tuple(runs)))
         row, last_node, last_depth = row + count, v, depth + count
     return chains
@@ -200,20 +202,20 @@ def _path_runs(
     node: int,
     depth: int,
     tree: PrefixTree,
-    pieces: dict[int, list[Piece]],
+    node_rows: dict[int, list[NodeRows]],
     blocks: dict[int, list[CachedRows]],
 ) -> list[KeyRun]:
     """Keys of the first `depth` tokens on the path of `node`, neighbours joined."""
     runs: list[KeyRun] = []
     for ancestor in [*tree.path(int(tree.parent[node])), node] if node else []:
-        for piece in pieces.get(ancestor, ()):
-            count = min(piece.end_depth, depth) - piece.start_depth
+        for rows in node_rows.get(ancestor, ()):
+            count = min(rows.end_depth, depth) - rows.start_depth
             if count <= 0:
                 continue
             found = (
-                [KeyRun(LOCAL, piece.row, piece.row + count)]
-                if piece.micro_batch == index
-                else _block_runs(piece, count, blocks.get(piece.micro_batch, []))
+                [KeyRun(LOCAL, rows.row, rows.row + count)]
+                if rows.micro_batch == index
+                else _block_runs(rows, count, blocks.get(rows.micro_batch, []))
             )
             for run in found:
                 if runs and runs[-1].source == run.source and runs[-1].end == run.start:
@@ -223,8 +225,8 @@ def _path_runs(
     return runs
 
 
-def _block_runs(piece: Piece, count: int, owned: list[CachedRows]) -> list[KeyRun]:
-    runs, row, end = [], piece.row, piece.row + count
+def _block_runs(rows: NodeRows, count: int, owned: list[CachedRows]) -> list[KeyRun]:
+    runs, row, end = [], rows.row, rows.row + count
     at = max(0, bisect_right(owned, row, key=lambda cached: cached.start) - 1)
     for cached in islice(owned, at, None):
         stop = min(end, cached.start + cached.num_tokens)
@@ -234,7 +236,7 @@ def _block_runs(piece: Piece, count: int, owned: list[CachedRows]) -> list[KeyRu
         row = stop
     if row < end:
         raise PlanError(
-            f"rows {row}..{end - 1} of micro-batch {piece.micro_batch} are read by another "
+            f"rows {row}..{end - 1} of micro-batch {rows.micro_batch} are read by another "
             f"micro-batch but no block caches them"
         )
     return runs
@@ -278,14 +280,14 @@ def loss_edges(program: Program, rank: int, tree: PrefixTree, samples: SampleBat
         tree: its tree.
         samples: its samples, in the order of its assignments.
     """
-    pieces = node_pieces(program.on_rank(rank))
+    node_rows = rows_of_nodes(program.on_rank(rank))
     columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     for sample in np.flatnonzero(program.assignments.rank == rank).tolist():
         spans = samples.sample_loss_spans(sample) - 1
         if not len(spans):
             continue
         hidden = np.concatenate([np.arange(a, z) for a, z in spans])
-        path = [p for v in tree.path(int(tree.sample_node[sample])) for p in pieces[v]]
+        path = [p for v in tree.path(int(tree.sample_node[sample])) for p in node_rows[v]]
         starts = np.array([p.start_depth for p in path])
         at = np.searchsorted(starts, hidden, side="right") - 1
         owner = np.array([p.micro_batch for p in path])[at]

@@ -102,10 +102,10 @@ class BatchPlanner:
             num_stages=self.pipeline.num_stages,
             coupled_ranks=self.coupled_ranks,
         )
-        (target,) = problem.programs()
+        (subproblem,) = problem.programs()
         return PlannedBatch(
             rank_program=rank_program,
             logical_tokens=batch.logical_tokens,
-            unique_tokens=target.tree.unique_tokens,
+            unique_tokens=subproblem.tree.unique_tokens,
             executed_tokens=program.unique_tokens,
         )

@@ -9,12 +9,12 @@ from itertools import product
 import numpy as np
 
 from psrl.core.samples.sample import IntArray
-from psrl.planner.micro_batching.assemble import BuiltProgram, RankProgram, join_ranks
+from psrl.planner.micro_batching.assemble import BuiltProgram, BuiltRank, join_ranks
 from psrl.planner.micro_batching.best_cuts import MEMORY_WEIGHT, best_group_program
 from psrl.planner.micro_batching.cut_rules import CutRule
-from psrl.planner.micro_batching.rank_tree import rank_view
-from psrl.planner.placement.nested_samples import move_riders
-from psrl.planner.placement.placement import Layout
+from psrl.planner.micro_batching.rank_tree import tree_of_rank
+from psrl.planner.placement.nested_samples import move_nested_samples
+from psrl.planner.placement.placement import Placement
 from psrl.planner.placement.two_level import GAP_TOLERANCE, two_level_leaves
 from psrl.planner.policies.policies import Draft, with_our_cuts
 from psrl.planner.problem import ProgramProblem
@@ -27,35 +27,35 @@ _COUNT_FACTORS = (1.0, 2.0)
 _NUM_UNITS = (1, 16)
 
 
-def quick(target: ProgramProblem) -> Draft:
+def quick(subproblem: ProgramProblem) -> Draft:
     """Two-level placement, cuts in units, dropped activations where memory demands it."""
-    rank = _place(target)
-    if target.problem.setup.parallel.coupled_ranks > 1:
-        return with_our_cuts(target, rank)  # ranks that share experts are cut together
-    layout = Layout(target, rank, np.zeros(len(rank), np.int64))
-    return Draft(layout, lambda: _few_cuts(layout))
+    rank = _place(subproblem)
+    if subproblem.problem.setup.parallel.coupled_ranks > 1:
+        return with_our_cuts(subproblem, rank)  # ranks that share experts are cut together
+    placement = Placement(subproblem, rank, np.zeros(len(rank), np.int64))
+    return Draft(placement, lambda: _few_cuts(placement))
 
 
-def _place(target: ProgramProblem) -> IntArray:
-    planning, tree = target.problem.setup.planning, target.cost_tree
-    num_ranks = target.problem.num_ranks
+def _place(subproblem: ProgramProblem) -> IntArray:
+    planning, tree = subproblem.problem.setup.planning, subproblem.cost_tree
+    num_ranks = subproblem.problem.num_ranks
     if num_ranks == 1:
-        return np.zeros(target.samples.num_samples, np.int64)
+        return np.zeros(subproblem.samples.num_samples, np.int64)
     leaf_rank = two_level_leaves(
-        tree, num_ranks, target.rank_cost_bound_s, planning.search_iterations, planning.seed
+        tree, num_ranks, subproblem.rank_cost_bound_s, planning.search_iterations, planning.seed
     )
-    goal_s = target.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
-    return move_riders(target, leaf_rank[tree.leaf_of_sample], goal_s)
+    goal_s = subproblem.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
+    return move_nested_samples(subproblem, leaf_rank[tree.leaf_of_sample], goal_s)
 
 
-def _few_cuts(layout: Layout) -> BuiltProgram:
+def _few_cuts(placement: Placement) -> BuiltProgram:
     """The best of few cuts on every rank; if a rank fits with none of them, of all cuts."""
     # Forward-only, nothing is held: a plain even cut is best.
-    units = _NUM_UNITS if layout.target.is_update else _NUM_UNITS[:1]
+    units = _NUM_UNITS if placement.subproblem.is_update else _NUM_UNITS[:1]
     rules = [CutRule(factor, unit, 1.0) for factor, unit in product(_COUNT_FACTORS, units)]
-    ranks: list[RankProgram] = []
-    for rank in range(layout.problem.num_ranks):
-        choice = best_group_program([rank_view(layout, rank)], rules, MEMORY_WEIGHT)
+    ranks: list[BuiltRank] = []
+    for rank in range(placement.problem.num_ranks):
+        choice = best_group_program([tree_of_rank(placement, rank)], rules, MEMORY_WEIGHT)
         ranks += choice.program.ranks
-    built = join_ranks(layout, ranks)
-    return built if built.fits else with_our_cuts(layout.target, layout.rank).build()
+    built = join_ranks(placement, ranks)
+    return built if built.fits else with_our_cuts(placement.subproblem, placement.rank).build()

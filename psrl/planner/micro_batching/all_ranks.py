@@ -8,13 +8,13 @@ from typing import TypeVar
 import numpy as np
 
 from psrl.core.samples.sample import IntArray
-from psrl.planner.placement.placement import Layout, Pieces, rank_work_s
+from psrl.planner.placement.placement import Placement, RankSegments, rank_work_s
 
-from .assemble import BuiltProgram, Caching, RankProgram, join_ranks, rank_program
+from .assemble import BuiltProgram, BuiltRank, Caching, build_rank, join_ranks
 from .best_cuts import MEMORY_WEIGHT, best_group_program, cut_group
 from .cut_rules import CutRule, all_rules
 from .expert_groups import GroupProgram, run_in_step
-from .rank_tree import rank_view
+from .rank_tree import tree_of_rank
 from .token_cuts import SNAP
 
 # Groups for which all rules may be tried; the others use the best few of the group before.
@@ -24,13 +24,13 @@ _MAX_OTHERS = 6
 _TOLERANCE = 5e-4
 
 
-def work_s(layout: Layout) -> float:
+def work_s(placement: Placement) -> float:
     """Work of the most loaded rank, all phases, without fixed costs: no plan of it is faster."""
-    return float(rank_work_s(layout).max())
+    return float(rank_work_s(placement).max())
 
 
 def token_cuts(
-    layout: Layout,
+    placement: Placement,
     single_unit: bool = False,
     memory_weight: float = MEMORY_WEIGHT,
     snap: float = SNAP,
@@ -47,40 +47,44 @@ def token_cuts(
         snap: see `CutRule`; infinite cuts between nodes only, where the token budget allows.
     """
     by_work = sorted(
-        _in_groups(layout, [rank_view(layout, r) for r in range(layout.problem.num_ranks)]),
-        key=lambda views: -max(float(view.cost_before_s[-1]) for view in views),
+        _in_groups(
+            placement, [tree_of_rank(placement, r) for r in range(placement.problem.num_ranks)]
+        ),
+        key=lambda rank_trees: -max(float(rank_tree.cost_before_s[-1]) for rank_tree in rank_trees),
     )
-    programs: dict[int, RankProgram] = {}
+    programs: dict[int, BuiltRank] = {}
     rules: list[CutRule] = []
     slowest_s, num_thorough = 0.0, 0
 
     def is_good(group: GroupProgram) -> bool:
         return group.fits and group.time_s <= slowest_s * (1.0 + _TOLERANCE)
 
-    for views in by_work:
-        group = cut_group(views, rules[0]) if rules else None
+    for rank_trees in by_work:
+        group = cut_group(rank_trees, rules[0]) if rules else None
         if group is not None and not is_good(group):
-            group = best_group_program(views, rules[:_MAX_OTHERS], memory_weight).program
+            group = best_group_program(rank_trees, rules[:_MAX_OTHERS], memory_weight).program
         if group is None or (num_thorough < _NUM_THOROUGH_GROUPS and not is_good(group)):
             group, rules = best_group_program(
-                views, all_rules(views, single_unit, snap), memory_weight
+                rank_trees, all_rules(rank_trees, single_unit, snap), memory_weight
             )
             num_thorough += 1
-        programs |= {view.rank: made for view, made in zip(views, group.ranks, strict=True)}
+        programs |= {
+            rank_tree.rank: made for rank_tree, made in zip(rank_trees, group.ranks, strict=True)
+        }
         slowest_s = max(slowest_s, group.time_s)
-    return join_ranks(layout, [programs[rank] for rank in sorted(programs)])
+    return join_ranks(placement, [programs[rank] for rank in sorted(programs)])
 
 
 T = TypeVar("T")
 
 
-def _in_groups(layout: Layout, ranks: list[T]) -> list[list[T]]:
+def _in_groups(placement: Placement, ranks: list[T]) -> list[list[T]]:
     """One entry per rank in runs of ranks that share experts."""
-    size = layout.problem.setup.parallel.coupled_ranks
+    size = placement.problem.setup.parallel.coupled_ranks
     return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
-def sample_sets(layout: Layout, sets: list[list[IntArray]], caching: Caching) -> BuiltProgram:
+def sample_sets(placement: Placement, sets: list[list[IntArray]], caching: Caching) -> BuiltProgram:
     """Micro-batches that compute whole samples, without tokens of earlier micro-batches.
 
     Args:
@@ -88,17 +92,17 @@ def sample_sets(layout: Layout, sets: list[list[IntArray]], caching: Caching) ->
             micro-batches.
     """
     alone = [
-        rank_program(layout, rank, _pieces_of_sets(layout, mine), caching)
+        build_rank(placement, rank, _segments_of_sets(placement, mine), caching)
         for rank, mine in enumerate(sets)
     ]
-    ranks: list[RankProgram] = []
-    for programs in _in_groups(layout, alone):
+    ranks: list[BuiltRank] = []
+    for programs in _in_groups(placement, alone):
         ranks += run_in_step(programs, len(ranks)).ranks
-    return join_ranks(layout, ranks)
+    return join_ranks(placement, ranks)
 
 
-def _pieces_of_sets(layout: Layout, sets: list[IntArray]) -> Pieces:
-    tree = layout.tree
+def _segments_of_sets(placement: Placement, sets: list[IntArray]) -> RankSegments:
+    tree = placement.tree
     parent, sample_node = tree.parent.tolist(), tree.sample_node.tolist()
     computed = {0}
     node_lists: list[IntArray] = []
@@ -114,7 +118,7 @@ def _pieces_of_sets(layout: Layout, sets: list[IntArray]) -> Pieces:
             node_lists.append(np.sort(np.array(new, np.int64)))
     nodes = np.concatenate([*node_lists, np.empty(0, np.int64)])
     counts = [len(nodes_of_set) for nodes_of_set in node_lists]
-    return Pieces(
+    return RankSegments(
         micro_batch=np.repeat(np.arange(len(counts)), counts),
         node=nodes,
         start_depth=tree.start_depth[nodes],

@@ -23,7 +23,7 @@ from psrl.core.plan.schedule import (
     stage_ops,
 )
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
-from psrl.planner.placement.placement import Layout, Pieces, piece_tree
+from psrl.planner.placement.placement import Placement, RankSegments, segment_tree
 
 from .blocks import all_blocks, dynamic_blocks
 from .peak_memory import peak_bytes
@@ -32,21 +32,21 @@ Caching = Literal["dynamic", "everything"]
 
 
 @dataclass(frozen=True, eq=False)
-class RankProgram:
+class BuiltRank:
     """One rank's tables.
 
     Attributes:
         time_s: predicted time of one phase, from the first forward to the last op.
     """
 
-    layout: Layout
+    placement: Placement
     program: Program
     time_s: float
 
     @property
     def work_s(self) -> float:
         """Work of the rank in all phases of the program, without fixed costs."""
-        table, unit = self.program.micro_batches, self.layout.target.unit_costs
+        table, unit = self.program.micro_batches, self.placement.subproblem.unit_costs
         return float(
             unit.token_s * table.num_tokens.sum()
             + unit.pair_s * table.pairs.sum()
@@ -56,53 +56,53 @@ class RankProgram:
     @cached_property
     def peak_bytes(self) -> int:
         """Most bytes on a device of the rank."""
-        return peak_bytes(self.program, self.layout.tree, self.layout.problem.memory_model)
+        return peak_bytes(self.program, self.placement.tree, self.placement.problem.memory_model)
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.layout.problem.memory_limit_bytes
+        return self.peak_bytes <= self.placement.problem.memory_limit_bytes
 
 
-def rank_program(
-    layout: Layout,
+def build_rank(
+    placement: Placement,
     rank: int,
-    pieces: Pieces,
+    segments: RankSegments,
     caching: Caching = "dynamic",
     activation: StrArray | None = None,
     held_factor: float = 1.0,
-) -> RankProgram:
+) -> BuiltRank:
     """Complete one rank's tables.
 
     Args:
-        pieces: in order of (micro_batch, node, start_depth), micro-batches numbered from 0.
+        segments: in order of (micro_batch, node, start_depth), micro-batches numbered from 0.
         caching: "dynamic" caches what a later micro-batch reads, in runs of one lifetime, until
             the last use; "everything" caches all rows in whole blocks to the program's end.
         activation: per micro-batch; default what the set-up says.
         held_factor: tokens between forward and backward that the last stage may hold, as a
             multiple of what the backward order forces; more keeps a pipeline fuller.
     """
-    target, tree = layout.target, layout.tree
-    count = int(pieces.micro_batch.max()) + 1 if len(pieces.micro_batch) else 0
+    subproblem, tree = placement.subproblem, placement.tree
+    count = int(segments.micro_batch.max()) + 1 if len(segments.micro_batch) else 0
     if activation is None:
-        activation = np.full(count, layout.problem.base_activation)
-    order, parent_piece = piece_tree(tree, pieces)
-    table = _micro_batches(layout, rank, pieces, activation)
-    reads = cached_reads(pieces, order, parent_piece)
-    ops = order_ops(target.is_update, table.num_tokens, table.activation, reads, held_factor)
+        activation = np.full(count, placement.problem.base_activation)
+    order, parent_segment = segment_tree(tree, segments)
+    table = _micro_batches(placement, rank, segments, activation)
+    reads = cached_reads(segments, order, parent_segment)
+    ops = order_ops(subproblem.is_update, table.num_tokens, table.activation, reads, held_factor)
     if caching == "dynamic":
-        blocks = dynamic_blocks(target.is_update, rank, pieces, order, parent_piece)
+        blocks = dynamic_blocks(subproblem.is_update, rank, segments, order, parent_segment)
     else:
-        blocks = all_blocks(layout, rank, pieces)
-    chosen = layout.samples_of(rank)
+        blocks = all_blocks(placement, rank, segments)
+    chosen = placement.samples_of(rank)
     program = Program(
-        phases=target.phases,
-        is_update=target.is_update,
-        mini_batch=target.mini_batch,
-        granularity_tokens=layout.granularity_tokens,
+        phases=subproblem.phases,
+        is_update=subproblem.is_update,
+        mini_batch=subproblem.mini_batch,
+        granularity_tokens=placement.granularity_tokens,
         assignments=Assignments(
-            np.full(len(chosen), rank), target.members[chosen], layout.share_key[chosen]
+            np.full(len(chosen), rank), subproblem.members[chosen], placement.share_key[chosen]
         ),
-        segments=Segments(np.full(len(pieces.node), rank), *pieces),
+        segments=Segments(np.full(len(segments.node), rank), *segments),
         micro_batches=table,
         schedule=Schedule(
             np.full(len(ops), rank),
@@ -111,20 +111,22 @@ def rank_program(
         ),
         blocks=blocks,
     )
-    cost = layout.problem.cost_model
-    durations = stage_durations(cost, table, layout.problem.num_stages)
+    cost = placement.problem.cost_model
+    durations = stage_durations(cost, table, placement.problem.num_stages)
     time_s = phase_time_s(ops, durations, message_durations(cost, table))
-    return RankProgram(layout, program, time_s)
+    return BuiltRank(placement, program, time_s)
 
 
-def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArray) -> MicroBatches:
-    tree, cost, count = layout.tree, layout.problem.cost_model, len(activation)
-    start = tree.token_start[pieces.node] + pieces.start_depth - tree.start_depth[pieces.node]
+def _micro_batches(
+    placement: Placement, rank: int, segments: RankSegments, activation: StrArray
+) -> MicroBatches:
+    tree, cost, count = placement.tree, placement.problem.cost_model, len(activation)
+    start = tree.token_start[segments.node] + segments.start_depth - tree.start_depth[segments.node]
     num_tokens, pairs, head_tokens = (np.zeros(count, np.int64) for _ in range(3))
-    np.add.at(num_tokens, pieces.micro_batch, pieces.num_tokens)
-    np.add.at(pairs, pieces.micro_batch, visible_pairs(pieces.start_depth, pieces.num_tokens))
-    rows = layout.rank_rows.count(rank, start, start + pieces.num_tokens)
-    np.add.at(head_tokens, pieces.micro_batch, rows)
+    np.add.at(num_tokens, segments.micro_batch, segments.num_tokens)
+    np.add.at(pairs, segments.micro_batch, visible_pairs(segments.start_depth, segments.num_tokens))
+    rows = placement.rank_rows.count(rank, start, start + segments.num_tokens)
+    np.add.at(head_tokens, segments.micro_batch, rows)
     sizes = [a.astype(np.float64) for a in (num_tokens, pairs, head_tokens)]
     again = np.where(activation == "recompute", cost.forward_s(sizes[0], sizes[1], 0.0), 0.0)
     return MicroBatches(
@@ -139,14 +141,14 @@ def _micro_batches(layout: Layout, rank: int, pieces: Pieces, activation: StrArr
     )
 
 
-def cached_reads(pieces: Pieces, order: IntArray, parent_piece: IntArray) -> IntArray:
+def cached_reads(segments: RankSegments, order: IntArray, parent_segment: IntArray) -> IntArray:
     """[2, E] pairs of a micro-batch and one that reads what it caches.
 
     Direct readers suffice: a backward that waits for its children waits for all below.
     """
-    owner = pieces.micro_batch[order]
-    child = np.flatnonzero(parent_piece >= 0)
-    pairs = np.unique(np.stack([owner[parent_piece[child]], owner[child]]), axis=1)
+    owner = segments.micro_batch[order]
+    child = np.flatnonzero(parent_segment >= 0)
+    pairs = np.unique(np.stack([owner[parent_segment[child]], owner[child]]), axis=1)
     return pairs[:, pairs[0] != pairs[1]]
 
 
@@ -248,7 +250,7 @@ class BuiltProgram:
     """A program of all ranks, with what was predicted for each."""
 
     program: Program
-    ranks: tuple[RankProgram, ...]
+    ranks: tuple[BuiltRank, ...]
 
     @property
     def time_s(self) -> float:
@@ -265,16 +267,16 @@ class BuiltProgram:
         return all(r.fits for r in self.ranks)
 
 
-def join_ranks(layout: Layout, ranks: list[RankProgram]) -> BuiltProgram:
+def join_ranks(placement: Placement, ranks: list[BuiltRank]) -> BuiltProgram:
     """The program of all ranks; its assignments are in the order of the samples."""
-    target = layout.target
+    subproblem = placement.subproblem
     parts = [r.program for r in ranks]
     program = Program(
-        phases=target.phases,
-        is_update=target.is_update,
-        mini_batch=target.mini_batch,
-        granularity_tokens=layout.granularity_tokens,
-        assignments=Assignments(layout.rank, target.members, layout.share_key),
+        phases=subproblem.phases,
+        is_update=subproblem.is_update,
+        mini_batch=subproblem.mini_batch,
+        granularity_tokens=placement.granularity_tokens,
+        assignments=Assignments(placement.rank, subproblem.members, placement.share_key),
         segments=Segments.concatenate([p.segments for p in parts]),
         micro_batches=MicroBatches.concatenate([p.micro_batches for p in parts]),
         schedule=Schedule.concatenate([p.schedule for p in parts]),

@@ -15,11 +15,11 @@ from .activations import (
     least_repeated,
     lowest_peak,
 )
-from .assemble import RankProgram, rank_program
+from .assemble import BuiltRank, build_rank
 from .cut_rules import CutRule, cut_all, num_micro_batches
 from .expert_groups import GroupProgram, run_in_step
-from .rank_tree import RankView
-from .token_cuts import pieces_of
+from .rank_tree import RankTree
+from .token_cuts import segments_of
 
 # Candidates of each kind that may keep less, and the share of the time that they must be ahead
 # of those that fit without.
@@ -30,35 +30,35 @@ MEMORY_WEIGHT = 0.02
 
 
 def cut_group(
-    views: Sequence[RankView], rule: CutRule, activation: StrArray | None = None
+    rank_trees: Sequence[RankTree], rule: CutRule, activation: StrArray | None = None
 ) -> GroupProgram:
     """Programs of ranks in step by one rule.
 
     Args:
         activation: per micro-batch, on all ranks; default what the set-up says.
     """
-    return _programs(views, rule, cut_all(views, rule), activation)
+    return _programs(rank_trees, rule, cut_all(rank_trees, rule), activation)
 
 
 def _programs(
-    views: Sequence[RankView],
+    rank_trees: Sequence[RankTree],
     rule: CutRule,
     bounds: list[IntArray],
     activation: StrArray | None = None,
 ) -> GroupProgram:
     programs = []
-    for view, mine in zip(views, bounds, strict=True):
+    for rank_tree, mine in zip(rank_trees, bounds, strict=True):
         kept = None if activation is None else activation[: len(mine) - 1]
         programs.append(
-            rank_program(
-                view.layout,
-                view.rank,
-                pieces_of(view, mine),
+            build_rank(
+                rank_tree.placement,
+                rank_tree.rank,
+                segments_of(rank_tree, mine),
                 activation=kept,
                 held_factor=rule.held_factor,
             )
         )
-    return run_in_step(programs, views[0].rank, rule.held_factor)
+    return run_in_step(programs, rank_trees[0].rank, rule.held_factor)
 
 
 class _Cut(NamedTuple):
@@ -69,32 +69,38 @@ class _Cut(NamedTuple):
     least_s: float
 
 
-def _distinct_cuts(views: Sequence[RankView], rules: list[CutRule]) -> list[_Cut]:
+def _distinct_cuts(rank_trees: Sequence[RankTree], rules: list[CutRule]) -> list[_Cut]:
     """The most promising first; of rules that cut the same, only the first."""
     by_aim: dict[tuple[float, ...], tuple[list[IntArray], float]] = {}
     distinct: dict[tuple[object, ...], _Cut] = {}
     for rule in rules:
-        count = num_micro_batches(views, rule)
+        count = num_micro_batches(rank_trees, rule)
         # A unit is at least a micro-batch, so more units than those cut the same.
         aim = (count, min(rule.num_units, count), rule.snap)
         if aim not in by_aim:
-            bounds = cut_all(views, rule)
-            by_aim[aim] = bounds, least_time_s(views, bounds)
+            bounds = cut_all(rank_trees, rule)
+            by_aim[aim] = bounds, least_time_s(rank_trees, bounds)
         bounds, least_s = by_aim[aim]
         key = (rule.held_factor, *(mine.tobytes() for mine in bounds))
         distinct.setdefault(key, _Cut(rule, bounds, least_s))
     return sorted(distinct.values(), key=lambda cut: cut.least_s)
 
 
-def least_time_s(views: Sequence[RankView], bounds: list[IntArray]) -> float:
+def least_time_s(rank_trees: Sequence[RankTree], bounds: list[IntArray]) -> float:
     """No order of ops runs one phase of these micro-batches in less time; exact on one stage.
 
     The last stage has the most work. It waits for the first forward to get there, and some
     backward goes back from there to the first stage in the end.
     """
-    problem, is_update = views[0].layout.problem, views[0].layout.target.is_update
+    problem, is_update = (
+        rank_trees[0].placement.problem,
+        rank_trees[0].placement.subproblem.is_update,
+    )
     cost, last = problem.cost_model, problem.num_stages - 1
-    columns = [np.diff(view.sizes_before(mine)) for view, mine in zip(views, bounds, strict=True)]
+    columns = [
+        np.diff(rank_tree.sizes_before(mine))
+        for rank_tree, mine in zip(rank_trees, bounds, strict=True)
+    ]
     count = max(sizes.shape[1] for sizes in columns)
     if not count:
         return 0.0
@@ -132,7 +138,7 @@ class Choice(NamedTuple):
 
 
 def best_group_program(
-    views: Sequence[RankView], rules: list[CutRule], memory_weight: float
+    rank_trees: Sequence[RankTree], rules: list[CutRule], memory_weight: float
 ) -> Choice:
     """The best candidate that fits the memory, by time and a little by memory.
 
@@ -145,7 +151,7 @@ def best_group_program(
     Args:
         memory_weight: share of the time that all of the device memory is worth.
     """
-    problem, target = views[0].layout.problem, views[0].layout.target
+    problem, subproblem = rank_trees[0].placement.problem, rank_trees[0].placement.subproblem
     worth = memory_weight / problem.memory_limit_bytes
     least_factor = 1.0 + worth * problem.memory_model.static_bytes
     best: _Candidate | None = None
@@ -158,22 +164,22 @@ def best_group_program(
             if score_s < best_s:
                 best, best_s = c, score_s
 
-    cuts = _distinct_cuts(views, rules)
+    cuts = _distinct_cuts(rank_trees, rules)
     made: list[_Candidate] = []
     for cut in cuts:
         if cut.least_s * least_factor >= best_s:
             break
-        made.append(_Candidate(cut.rule, cut.bounds, _programs(views, cut.rule, cut.bounds)))
+        made.append(_Candidate(cut.rule, cut.bounds, _programs(rank_trees, cut.rule, cut.bounds)))
         consider(made[-1])
     made.sort(key=lambda c: c.program.time_s)
     lighter: list[_Candidate] = []
-    for c in _that_may_keep_less(made, problem, worth) if target.is_update else ():
+    for c in _that_may_keep_less(made, problem, worth) if subproblem.is_update else ():
         if c.program.time_s * least_factor >= best_s or not c.program.num_micro_batches:
             break
         sizes = group_bytes(c.program.ranks)
         least_peak = worth * sizes.lowest_conceivable_bytes
         if c.program.time_s * (1.0 + least_peak) < best_s:
-            lighter.append(c._replace(program=_keep_less(views, c, sizes)))
+            lighter.append(c._replace(program=_keep_less(rank_trees, c, sizes)))
             consider(lighter[-1])
     if best is None:
         best = min([*made, *lighter], key=lambda c: c.program.peak_bytes)
@@ -228,10 +234,10 @@ def _largest_tokens(group: GroupProgram) -> int:
 
 
 def _keep_less(
-    views: Sequence[RankView], candidate: _Candidate, sizes: ActivationBytes
+    rank_trees: Sequence[RankTree], candidate: _Candidate, sizes: ActivationBytes
 ) -> GroupProgram:
     """The same cut with the best choice of what its micro-batches keep."""
-    problem = views[0].layout.problem
+    problem = rank_trees[0].placement.problem
     if problem.base_activation == "recompute":
         activation = lowest_peak(sizes)
     else:
@@ -240,11 +246,11 @@ def _keep_less(
         found = least_repeated(sizes, again_s, problem.memory_limit_bytes)
         # Where nothing fits, the numbers of the leanest choice are reported.
         activation = lowest_peak(sizes) if found is None else found.activation
-    return _programs(views, candidate.rule, candidate.bounds, activation)
+    return _programs(rank_trees, candidate.rule, candidate.bounds, activation)
 
 
-def group_bytes(ranks: Sequence[RankProgram]) -> ActivationBytes:
+def group_bytes(ranks: Sequence[BuiltRank]) -> ActivationBytes:
     """What ranks in step hold, whatever their micro-batches keep."""
-    layout = ranks[0].layout
-    memory = layout.problem.memory_model
-    return activation_bytes([r.program for r in ranks], layout.tree, memory)
+    placement = ranks[0].placement
+    memory = placement.problem.memory_model
+    return activation_bytes([r.program for r in ranks], placement.tree, memory)

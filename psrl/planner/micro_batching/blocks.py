@@ -1,19 +1,19 @@
-"""Block tables: which computed rows a rank caches, in what pieces, until when."""
+"""Block tables: which computed rows a rank caches, in what segments, until when."""
 
 import numpy as np
 
 from psrl.core.plan.plan import Blocks
 from psrl.core.samples.sample import IntArray
-from psrl.planner.placement.placement import Layout, Pieces
+from psrl.planner.placement.placement import Placement, RankSegments
 
 
 def dynamic_blocks(
-    is_update: bool, rank: int, pieces: Pieces, order: IntArray, parent_piece: IntArray
+    is_update: bool, rank: int, segments: RankSegments, order: IntArray, parent_segment: IntArray
 ) -> Blocks:
     """One block per run of rows with one lifetime that a later micro-batch reads."""
-    owner = pieces.micro_batch[order]
+    owner = segments.micro_batch[order]
     last_reader = owner.tolist()
-    parents = parent_piece.tolist()
+    parents = parent_segment.tolist()
     for place in range(len(parents) - 1, -1, -1):
         above = parents[place]
         if above >= 0:
@@ -21,17 +21,17 @@ def dynamic_blocks(
     release = np.full(len(order), -1)
     read = np.array(last_reader, np.int64) > owner
     release[order] = np.where(read, owner if is_update else last_reader, -1)
-    row = _first_rows(pieces)
-    begins = np.append(True, np.diff(pieces.micro_batch) != 0) if len(release) else release > 0
+    row = _first_rows(segments)
+    begins = np.append(True, np.diff(segments.micro_batch) != 0) if len(release) else release > 0
     begins[1:] |= release[1:] != release[:-1]
     first = np.flatnonzero(begins & (release >= 0))
     ends = np.append(np.flatnonzero(begins), len(release))
-    tokens_before = np.concatenate([[0], np.cumsum(pieces.num_tokens)])
+    tokens_before = np.concatenate([[0], np.cumsum(segments.num_tokens)])
     num_tokens = tokens_before[ends[np.searchsorted(ends, first, "right")]] - tokens_before[first]
     return Blocks(
         rank=np.full(len(first), rank),
         block=np.arange(len(first)),
-        micro_batch=pieces.micro_batch[first],
+        micro_batch=segments.micro_batch[first],
         start_row=row[first],
         num_tokens=num_tokens,
         allocated_tokens=num_tokens,
@@ -40,25 +40,25 @@ def dynamic_blocks(
     )
 
 
-def all_blocks(layout: Layout, rank: int, pieces: Pieces) -> Blocks:
+def all_blocks(placement: Placement, rank: int, segments: RankSegments) -> Blocks:
     """One block per chain of rows, in whole granules, kept to the end of the program."""
-    parent = layout.tree.parent
-    node, end_depth = pieces.node, pieces.start_depth + pieces.num_tokens
+    parent = placement.tree.parent
+    node, end_depth = segments.node, segments.start_depth + segments.num_tokens
     begins = np.full(len(node), True)
     begins[1:] = (
-        (np.diff(pieces.micro_batch) != 0)
-        | (pieces.start_depth[1:] != end_depth[:-1])
+        (np.diff(segments.micro_batch) != 0)
+        | (segments.start_depth[1:] != end_depth[:-1])
         | ((node[1:] != node[:-1]) & (parent[node[1:]] != node[:-1]))
     )
     first = np.flatnonzero(begins)
-    tokens_before = np.concatenate([[0], np.cumsum(pieces.num_tokens)])
+    tokens_before = np.concatenate([[0], np.cumsum(segments.num_tokens)])
     num_tokens = np.diff(tokens_before[np.append(first, len(node))])
-    granule = layout.granularity_tokens
+    granule = placement.granularity_tokens
     return Blocks(
         rank=np.full(len(first), rank),
         block=np.arange(len(first)),
-        micro_batch=pieces.micro_batch[first],
-        start_row=_first_rows(pieces)[first],
+        micro_batch=segments.micro_batch[first],
+        start_row=_first_rows(segments)[first],
         num_tokens=num_tokens,
         allocated_tokens=-(-num_tokens // granule) * granule,
         release_op=np.full(len(first), "end"),
@@ -66,8 +66,8 @@ def all_blocks(layout: Layout, rank: int, pieces: Pieces) -> Blocks:
     )
 
 
-def _first_rows(pieces: Pieces) -> IntArray:
-    """Row of each piece's first token inside its micro-batch."""
-    before = np.cumsum(pieces.num_tokens) - pieces.num_tokens
-    first = np.searchsorted(pieces.micro_batch, pieces.micro_batch)
+def _first_rows(segments: RankSegments) -> IntArray:
+    """Row of each segment's first token inside its micro-batch."""
+    before = np.cumsum(segments.num_tokens) - segments.num_tokens
+    first = np.searchsorted(segments.micro_batch, segments.micro_batch)
     return before - before[first]

@@ -15,10 +15,10 @@ from psrl.core.plan.plan import MicroBatches, Program, Schedule
 from psrl.core.plan.schedule import OpKind
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
-from psrl.planner.placement.placement import Pieces, piece_tree
+from psrl.planner.placement.placement import RankSegments, segment_tree
 
 from .assemble import (
-    RankProgram,
+    BuiltRank,
     cached_reads,
     message_durations,
     order_ops,
@@ -31,7 +31,7 @@ from .assemble import (
 class GroupProgram:
     """Programs of ranks that run in step; a rank that shares no experts is a group of its own."""
 
-    ranks: tuple[RankProgram, ...]
+    ranks: tuple[BuiltRank, ...]
 
     @property
     def time_s(self) -> float:
@@ -52,7 +52,7 @@ class GroupProgram:
 
 
 def run_in_step(
-    programs: Sequence[RankProgram], first_rank: int, held_factor: float = 1.0
+    programs: Sequence[BuiltRank], first_rank: int, held_factor: float = 1.0
 ) -> GroupProgram:
     """Give neighbouring ranks one op pattern: the k-th op of each is on the same micro-batch.
 
@@ -62,19 +62,21 @@ def run_in_step(
     Args:
         programs: of the ranks `first_rank, first_rank + 1, ...`; what their micro-batches keep
             for the backward must agree.
-        held_factor: see `rank_program`.
+        held_factor: see `build_rank`.
     """
     if len(programs) == 1:
         return GroupProgram(tuple(programs))
-    layout = programs[0].layout
+    placement = programs[0].placement
     longest = max((p.program.micro_batches for p in programs), key=len)
     tables = [
         _padded(p.program.micro_batches, longest, first_rank + i) for i, p in enumerate(programs)
     ]
-    problem = layout.problem
-    reads = np.concatenate([_reads(p.program, layout.tree) for p in programs], axis=1)
+    problem = placement.problem
+    reads = np.concatenate([_reads(p.program, placement.tree) for p in programs], axis=1)
     num_tokens = np.max([t.num_tokens for t in tables], axis=0)
-    ops = order_ops(layout.target.is_update, num_tokens, longest.activation, reads, held_factor)
+    ops = order_ops(
+        placement.subproblem.is_update, num_tokens, longest.activation, reads, held_factor
+    )
     durations = slowest_durations(problem.cost_model, problem.num_stages, tables)
     time_s = phase_time_s(ops, durations, slowest_messages(problem.cost_model, tables))
     ranks = []
@@ -108,8 +110,8 @@ def _padded(table: MicroBatches, longest: MicroBatches, rank: int) -> MicroBatch
 
 def _reads(program: Program, tree: PrefixTree) -> IntArray:
     s = program.segments
-    pieces = Pieces(s.micro_batch, s.node, s.start_depth, s.num_tokens)
-    return cached_reads(pieces, *piece_tree(tree, pieces))
+    segments = RankSegments(s.micro_batch, s.node, s.start_depth, s.num_tokens)
+    return cached_reads(segments, *segment_tree(tree, segments))
 
 
 def slowest_durations(

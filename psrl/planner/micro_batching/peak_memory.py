@@ -11,7 +11,7 @@ from psrl.core.plan.plan import Blocks, Program
 from psrl.core.plan.schedule import Op, stage_ops
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
-from psrl.planner.placement.placement import Pieces, piece_tree
+from psrl.planner.placement.placement import RankSegments, segment_tree
 
 
 def peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
@@ -100,25 +100,25 @@ def _first_reader(
 
     The owner's own backward, which comes last, where nobody does.
     """
-    segments = program.segments
-    pieces = Pieces(segments.micro_batch, segments.node, segments.start_depth, segments.num_tokens)
-    order, parent = piece_tree(tree, pieces)
-    first = backward_at[pieces.micro_batch[order]].tolist()
+    table = program.segments
+    segments = RankSegments(table.micro_batch, table.node, table.start_depth, table.num_tokens)
+    order, parent = segment_tree(tree, segments)
+    first = backward_at[segments.micro_batch[order]].tolist()
     parents = parent.tolist()
     for place in range(len(first) - 1, -1, -1):
         above = parents[place]
         if above >= 0 and first[place] < first[above]:
             first[above] = first[place]
-    of_piece = np.empty(len(order), np.int64)
-    of_piece[order] = first
-    tokens_before = np.concatenate([[0], np.cumsum(pieces.num_tokens)]).astype(np.int64)
-    first_piece = np.searchsorted(pieces.micro_batch, blocks.micro_batch)
-    row = tokens_before[first_piece] + blocks.start_row
+    of_segment = np.empty(len(order), np.int64)
+    of_segment[order] = first
+    tokens_before = np.concatenate([[0], np.cumsum(segments.num_tokens)]).astype(np.int64)
+    first_segment = np.searchsorted(segments.micro_batch, blocks.micro_batch)
+    row = tokens_before[first_segment] + blocks.start_row
     low = np.searchsorted(tokens_before, row, side="right") - 1
     high = np.searchsorted(tokens_before, row + blocks.num_tokens, side="left")
-    # Ranges of pieces of different blocks do not overlap, but there may be gaps between them.
+    # Ranges of segments of different blocks do not overlap, but there may be gaps between them.
     by_start = np.argsort(low, kind="stable")
     edges = np.stack([low[by_start], high[by_start]], axis=1).ravel()
     found = np.empty(len(blocks), np.int64)
-    found[by_start] = np.minimum.reduceat(np.append(of_piece, 0), edges)[::2]
+    found[by_start] = np.minimum.reduceat(np.append(of_segment, 0), edges)[::2]
     return found

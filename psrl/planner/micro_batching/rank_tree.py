@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from psrl.core.plan.packing import visible_pairs
 from psrl.core.samples.sample import FloatArray, IntArray
-from psrl.planner.placement.placement import Layout
+from psrl.planner.placement.placement import Placement
 
 # Less than any cost that matters: keeps a division by costs of zero defined.
 _TINY_S = 1e-300
@@ -24,16 +24,16 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RankView:
+class RankTree:
     """N nodes of one rank in pre-order, with the cost of their tokens.
 
     Attributes:
-        node: [N] nodes of the layout's tree.
+        node: [N] nodes of the placement's tree.
         end: [N] the subtree of place i on this rank is the places `i .. end[i] - 1`.
         parent: [N] place of the parent; -1 below the root.
     """
 
-    layout: Layout
+    placement: Placement
     rank: int
     node: IntArray
     end: IntArray
@@ -41,11 +41,11 @@ class RankView:
 
     @cached_property
     def num_tokens(self) -> IntArray:
-        return self.layout.tree.num_tokens[self.node]
+        return self.placement.tree.num_tokens[self.node]
 
     @cached_property
     def start_depth(self) -> IntArray:
-        return self.layout.tree.start_depth[self.node]
+        return self.placement.tree.start_depth[self.node]
 
     @cached_property
     def tokens_before(self) -> IntArray:
@@ -88,7 +88,7 @@ class RankView:
         return np.where(snaps_up, self.tokens_before[place + 1], tokens)
 
     def _exact_tokens_at(self, cost_s: FloatArray) -> IntArray:
-        runs, unit = self._runs, self.layout.target.unit_costs
+        runs, unit = self._runs, self.placement.subproblem.unit_costs
         run = np.searchsorted(runs.cost_before_s, cost_s, side="right") - 1
         run = np.clip(run, 0, len(runs.depth) - 1)
         room = np.maximum(cost_s - runs.cost_before_s[run], 0.0)
@@ -114,8 +114,8 @@ class RankView:
     @cached_property
     def _runs(self) -> "_Runs":
         """Runs of tokens of one node that are all predicted, or not at all."""
-        tree, unit = self.layout.tree, self.layout.target.unit_costs
-        start, end = self.layout.rank_rows.of(self.rank)
+        tree, unit = self.placement.tree, self.placement.subproblem.unit_costs
+        start, end = self.placement.rank_rows.of(self.rank)
         low, high = self._position(start), self._position(end - 1) + 1
         edge = np.unique(np.concatenate([self.tokens_before, low, high]))
         begin, num_tokens = edge[:-1], np.diff(edge)
@@ -137,7 +137,7 @@ class RankView:
 
     def _position(self, token: IntArray) -> IntArray:
         """Places in the rank's token order of tokens of the tree."""
-        start = self.layout.tree.token_start[self.node]
+        start = self.placement.tree.token_start[self.node]
         place = np.searchsorted(start, token, side="right") - 1
         return self.tokens_before[place] + token - start[place]
 
@@ -160,12 +160,12 @@ class _Runs(NamedTuple):
     cost_before_s: FloatArray
 
 
-def rank_view(layout: Layout, rank: int) -> RankView:
+def tree_of_rank(placement: Placement, rank: int) -> RankTree:
     """The tree as one rank sees it."""
-    tree, nodes = layout.tree, layout.nodes_of(rank)
+    tree, nodes = placement.tree, placement.nodes_of(rank)
     above = tree.parent[nodes]
-    return RankView(
-        layout,
+    return RankTree(
+        placement,
         rank,
         node=nodes,
         end=np.searchsorted(nodes, tree.subtree_end[nodes]),

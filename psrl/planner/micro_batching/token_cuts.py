@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.samples.sample import FloatArray, IntArray
-from psrl.planner.placement.placement import Pieces
+from psrl.planner.placement.placement import RankSegments
 
-from .rank_tree import RankView
+from .rank_tree import RankTree
 
 SNAP = 0.01
 """A cut moves to the end of a node if that is within this share of a micro-batch's cost."""
@@ -35,17 +35,17 @@ _EXTRA_PARTS = (
 )
 
 
-def unit_starts(view: RankView, unit_s: float, micro_batch_s: float) -> list[int]:
+def unit_starts(rank_tree: RankTree, unit_s: float, micro_batch_s: float) -> list[int]:
     """Places at which units begin, ascending, the first 0.
 
     Args:
         unit_s: most that a run of whole siblings may cost.
         micro_batch_s: what a micro-batch should cost; no unit is closed below half of it.
     """
-    if view.total_s <= unit_s:
+    if rank_tree.total_s <= unit_s:
         return [0]
-    cost = view.cost_list_s
-    end, parents = view.end.tolist(), view.parent.tolist()
+    cost = rank_tree.cost_list_s
+    end, parents = rank_tree.end.tolist(), rank_tree.parent.tolist()
     starts = [0]
     place, siblings_of = 0, -1
 
@@ -71,7 +71,7 @@ def unit_starts(view: RankView, unit_s: float, micro_batch_s: float) -> list[int
 
 
 def cut_units(
-    view: RankView,
+    rank_tree: RankTree,
     starts: list[int],
     micro_batch_s: float,
     max_tokens: int,
@@ -81,14 +81,14 @@ def cut_units(
 
     Returns: [M + 1] ascending bounds in the rank's token order, the first 0.
     """
-    units = _units(view, starts)
+    units = _units(rank_tree, starts)
     fewest = -(-units.num_tokens // max_tokens)
     wanted = np.rint(units.cost_s / micro_batch_s) if micro_batch_s else np.ones(len(starts))
     num_parts = np.maximum(fewest, wanted.astype(np.int64))
     bounds = [np.zeros(1, np.int64)]
     for more, factor in _EXTRA_PARTS:
         parts = np.maximum(num_parts + more, (num_parts * factor).astype(np.int64))
-        ends, sizes, first = _even_parts(view, units, parts, snap)
+        ends, sizes, first = _even_parts(rank_tree, units, parts, snap)
         good = np.maximum.reduceat(sizes, first) <= max_tokens
         bounds.append(ends[np.repeat(good, parts)])
         units, num_parts = units.only(~good), num_parts[~good]
@@ -101,7 +101,7 @@ def cut_units(
 
 
 def cut_exactly(
-    view: RankView, num_units: int, count: int, max_tokens: int, snap: float = SNAP
+    rank_tree: RankTree, num_units: int, count: int, max_tokens: int, snap: float = SNAP
 ) -> IntArray | None:
     """Bounds of a given number of micro-batches, in even parts of units; None if one is too large.
 
@@ -110,16 +110,16 @@ def cut_exactly(
     Args:
         num_units: a unit costs at most this share of the rank.
     """
-    if view.total_tokens <= count:
-        return np.arange(view.total_tokens + 1)
-    micro_batch_s = view.total_s / count
-    unit_s = max(view.total_s / num_units, micro_batch_s) * (1.0 + 1e-9)
-    starts = unit_starts(view, unit_s, micro_batch_s)
-    units = _units(view, starts if len(starts) <= count else starts[:1])
+    if rank_tree.total_tokens <= count:
+        return np.arange(rank_tree.total_tokens + 1)
+    micro_batch_s = rank_tree.total_s / count
+    unit_s = max(rank_tree.total_s / num_units, micro_batch_s) * (1.0 + 1e-9)
+    starts = unit_starts(rank_tree, unit_s, micro_batch_s)
+    units = _units(rank_tree, starts if len(starts) <= count else starts[:1])
     parts = _parts_of_units(units.cost_s, units.num_tokens, count)
     bounds = [np.zeros(1, np.int64)]
     for snapped in (snap, 0.0):
-        ends, sizes, first = _even_parts(view, units, parts, snapped)
+        ends, sizes, first = _even_parts(rank_tree, units, parts, snapped)
         good = np.minimum.reduceat(sizes, first) > 0
         bounds.append(ends[np.repeat(good, parts)])
         units, parts = units.only(~good), parts[~good]
@@ -131,15 +131,15 @@ def cut_exactly(
     return found if int(np.diff(found).max()) <= max_tokens else None
 
 
-def pieces_of(view: RankView, bounds: IntArray) -> Pieces:
+def segments_of(rank_tree: RankTree, bounds: IntArray) -> RankSegments:
     """Segments of contiguous micro-batches with the given token bounds."""
-    edges = np.unique(np.concatenate([view.tokens_before, bounds]))
+    edges = np.unique(np.concatenate([rank_tree.tokens_before, bounds]))
     start = edges[:-1]
-    place = np.searchsorted(view.tokens_before, start, side="right") - 1
-    return Pieces(
+    place = np.searchsorted(rank_tree.tokens_before, start, side="right") - 1
+    return RankSegments(
         micro_batch=np.searchsorted(bounds, start, side="right") - 1,
-        node=view.node[place],
-        start_depth=view.start_depth[place] + start - view.tokens_before[place],
+        node=rank_tree.node[place],
+        start_depth=rank_tree.start_depth[place] + start - rank_tree.tokens_before[place],
         num_tokens=np.diff(edges),
     )
 
@@ -166,9 +166,9 @@ class _Units(NamedTuple):
         )
 
 
-def _units(view: RankView, starts: list[int]) -> _Units:
-    edges = np.array([*starts, len(view.node)])
-    tokens, cost_s = view.tokens_before[edges], view.cost_before_s[edges]
+def _units(rank_tree: RankTree, starts: list[int]) -> _Units:
+    edges = np.array([*starts, len(rank_tree.node)])
+    tokens, cost_s = rank_tree.tokens_before[edges], rank_tree.cost_before_s[edges]
     return _Units(tokens[:-1], tokens[1:], cost_s[:-1], cost_s[1:])
 
 
@@ -186,12 +186,12 @@ def _numbered(parts: IntArray) -> tuple[IntArray, IntArray]:
     return unit, np.arange(1, len(unit) + 1) - (np.cumsum(parts) - parts)[unit]
 
 
-def _even_parts(view: RankView, units: _Units, parts: IntArray, snap: float) -> _Parts:
+def _even_parts(rank_tree: RankTree, units: _Units, parts: IntArray, snap: float) -> _Parts:
     """Parts of equal cost of each unit; where tokens are dear, some are empty."""
     unit, number = _numbered(parts)
     part_s = units.cost_s / parts
     target_s = units.low_s[unit] + part_s[unit] * number
-    end = view.tokens_at(target_s, snap * part_s[unit])
+    end = rank_tree.tokens_at(target_s, snap * part_s[unit])
     end = np.clip(end, units.begin[unit], units.stop[unit])
     first = np.cumsum(parts) - parts
     end[first + parts - 1] = units.stop

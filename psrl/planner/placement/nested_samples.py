@@ -12,35 +12,35 @@ from psrl.core.samples.sample import FloatArray, IntArray
 from psrl.core.tree.rank_nodes import nodes_of_ranks
 from psrl.planner.problem import ProgramProblem
 
-from .placement import Layout, rank_work_s
+from .placement import Placement, rank_work_s
 
-# With more leaves per rank the riders' rows are small beside what leaves can balance.
+# With more leaves per rank the nested' rows are small beside what leaves can balance.
 _MAX_LEAVES_PER_RANK = 16
 _MAX_MOVES = 2000
 
 
-def move_riders(target: ProgramProblem, rank: IntArray, goal_s: float) -> IntArray:
+def move_nested_samples(subproblem: ProgramProblem, rank: IntArray, goal_s: float) -> IntArray:
     """[S] ranks after moves that each lower the heaviest rank.
 
     Args:
         rank: [S] rank of each sample.
         goal_s: stop when no rank has more work.
     """
-    num_ranks, tree = target.problem.num_ranks, target.tree
-    if num_ranks == 1 or len(target.cost_tree.leaves) > _MAX_LEAVES_PER_RANK * num_ranks:
+    num_ranks, tree = subproblem.problem.num_ranks, subproblem.tree
+    if num_ranks == 1 or len(subproblem.cost_tree.leaves) > _MAX_LEAVES_PER_RANK * num_ranks:
         return rank
     rank = rank.copy()
-    rows = _predicted_rows(target)
-    riders = {s for s in _riders(target).tolist() if rows[s]}
-    if not riders:
+    rows = _predicted_rows(subproblem)
+    nested = {s for s in _nested_samples(subproblem).tolist() if rows[s]}
+    if not nested:
         return rank
-    load_s = rank_work_s(_shared(target, rank))
-    node_s = _node_s(target)
+    load_s = rank_work_s(_shared(subproblem, rank))
+    node_s = _node_s(subproblem)
     held = np.zeros((num_ranks, tree.num_nodes), bool)
     held[nodes_of_ranks(tree, rank)] = True
     for _ in range(_MAX_MOVES):
         heaviest = int(load_s.argmax())
-        mine = [s for s in riders if rank[s] == heaviest]
+        mine = [s for s in nested if rank[s] == heaviest]
         if load_s[heaviest] <= goal_s or not mine:
             break
         sample = max(mine, key=lambda s: (rows[s], -s))
@@ -50,36 +50,38 @@ def move_riders(target: ProgramProblem, rank: IntArray, goal_s: float) -> IntArr
         after[heaviest] = np.inf
         chosen = int(after.argmin())
         rank[sample] = chosen
-        new_s = rank_work_s(_shared(target, rank))
+        new_s = rank_work_s(_shared(subproblem, rank))
         if max(new_s[heaviest], new_s[chosen]) < load_s[heaviest]:
             load_s = new_s
             held[chosen, path] = True
         else:
             rank[sample] = heaviest
-            riders.discard(sample)
+            nested.discard(sample)
     return rank
 
 
-def _riders(target: ProgramProblem) -> IntArray:
+def _nested_samples(subproblem: ProgramProblem) -> IntArray:
     """Samples that other samples of their leaf contain."""
-    tree = target.tree
+    tree = subproblem.tree
     ends_inside = tree.subtree_end[tree.sample_node] > tree.sample_node + 1
     return np.flatnonzero(ends_inside)
 
 
-def _predicted_rows(target: ProgramProblem) -> IntArray:
+def _predicted_rows(subproblem: ProgramProblem) -> IntArray:
     """[S] rows that each sample predicts from."""
-    rows = target.loss_rows
-    count = np.bincount(rows.sample, rows.end - rows.start, minlength=target.samples.num_samples)
+    rows = subproblem.loss_rows
+    count = np.bincount(
+        rows.sample, rows.end - rows.start, minlength=subproblem.samples.num_samples
+    )
     return count.astype(np.int64)
 
 
-def _node_s(target: ProgramProblem) -> FloatArray:
-    tree, unit = target.tree, target.unit_costs
+def _node_s(subproblem: ProgramProblem) -> FloatArray:
+    tree, unit = subproblem.tree, subproblem.unit_costs
     pairs = visible_pairs(tree.start_depth, tree.num_tokens)
     cost_s: FloatArray = unit.token_s * tree.num_tokens + unit.pair_s * pairs
     return cost_s
 
 
-def _shared(target: ProgramProblem, rank: IntArray) -> Layout:
-    return Layout(target, rank, np.zeros(len(rank), np.int64))
+def _shared(subproblem: ProgramProblem, rank: IntArray) -> Placement:
+    return Placement(subproblem, rank, np.zeros(len(rank), np.int64))

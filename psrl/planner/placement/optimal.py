@@ -20,18 +20,18 @@ _ROUNDS_PER_WORK = 5
 _MORE_ITERATIONS = 10
 
 
-def optimal_ranks(target: ProgramProblem, rank: IntArray) -> tuple[IntArray, Bound | None]:
+def optimal_ranks(subproblem: ProgramProblem, rank: IntArray) -> tuple[IntArray, Bound | None]:
     """[S] rank of each sample, not worse than the given ranks, and a bound if one was proven."""
-    problem, planning = target.problem, target.problem.setup.planning
+    problem, planning = subproblem.problem, subproblem.problem.setup.planning
     num_ranks = problem.num_ranks
-    costs = target.set_costs
+    costs = subproblem.set_costs
     if num_ranks == 1 or not len(rank):
         return rank, None
     if costs is not None and costs.num_items <= MAX_ITEMS:
-        return best_items(costs, num_ranks)[target.item_of_sample], None
+        return best_items(costs, num_ranks)[subproblem.item_of_sample], None
     if costs is not None and planning.solver_work_limit > 0.0:
-        return _by_one_model(target, rank)
-    tree, bound_s = target.cost_tree, target.bound.cost_s
+        return _by_one_model(subproblem, rank)
+    tree, bound_s = subproblem.cost_tree, subproblem.bound.cost_s
     leaf_rank = np.empty(len(tree.leaves), np.int64)
     leaf_rank[tree.leaf_of_sample] = rank
     more = _MORE_ITERATIONS * planning.search_iterations
@@ -53,20 +53,20 @@ def _worst_and_total(cost_s: FloatArray) -> tuple[float, float]:
     return float(cost_s.max()), float(cost_s.sum())
 
 
-def _by_one_model(target: ProgramProblem, rank: IntArray) -> tuple[IntArray, Bound | None]:
+def _by_one_model(subproblem: ProgramProblem, rank: IntArray) -> tuple[IntArray, Bound | None]:
     """CP-SAT over all items; with every cost unavoidable its bound is a proof."""
-    costs, least = target.set_costs, target.least_set_costs
+    costs, least = subproblem.set_costs, subproblem.least_set_costs
     assert costs is not None
     assert least is not None
-    planning, num_ranks = target.problem.setup.planning, target.problem.num_ranks
+    planning, num_ranks = subproblem.problem.setup.planning, subproblem.problem.num_ranks
     hint = np.empty(costs.num_items, np.int64)
-    hint[target.item_of_sample] = rank
+    hint[subproblem.item_of_sample] = rank
     limit, seed = planning.solver_work_limit, planning.seed
-    found = place_items(costs, num_ranks, hint, target.bound.cost_s, limit, seed)
+    found = place_items(costs, num_ranks, hint, subproblem.bound.cost_s, limit, seed)
     best = hint
     if found.item_rank is not None:
         new_s = costs.of_ranks(found.item_rank, num_ranks).max()
         if new_s < costs.of_ranks(hint, num_ranks).max():
             best = found.item_rank
     proof = found if least == costs else place_items(least, num_ranks, best, 0.0, limit, seed)
-    return best[target.item_of_sample], Bound(proof.bound_s * (1.0 - 1e-9), "OR-Tools CP-SAT")
+    return best[subproblem.item_of_sample], Bound(proof.bound_s * (1.0 - 1e-9), "OR-Tools CP-SAT")

@@ -1,4 +1,4 @@
-"""Samples on ranks, what they share, and the pieces of their tree that a rank computes."""
+"""Samples on ranks, what they share, and the segments of their tree that a rank computes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from psrl.planner.problem import PlanningProblem, ProgramProblem
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Placement:
     """Samples on ranks, and which of them share: what the segments of a program refer to.
 
     Attributes:
@@ -24,14 +24,14 @@ class Layout:
         granularity_tokens: prefixes are shared in whole blocks of this many tokens.
     """
 
-    target: ProgramProblem
+    subproblem: ProgramProblem
     rank: IntArray
     share_key: IntArray
     granularity_tokens: int = 1
 
     @property
     def problem(self) -> PlanningProblem:
-        return self.target.problem
+        return self.subproblem.problem
 
     @cached_property
     def _shares_everything(self) -> bool:
@@ -40,14 +40,14 @@ class Layout:
     @cached_property
     def tree(self) -> PrefixTree:
         if self._shares_everything:
-            return self.target.tree
-        return build_prefix_tree(self.target.samples, self.share_key, self.granularity_tokens)
+            return self.subproblem.tree
+        return build_prefix_tree(self.subproblem.samples, self.share_key, self.granularity_tokens)
 
     @cached_property
     def loss_rows(self) -> LossRows:
         if self._shares_everything:
-            return self.target.loss_rows
-        return loss_rows(self.tree, self.target.samples)
+            return self.subproblem.loss_rows
+        return loss_rows(self.tree, self.subproblem.samples)
 
     @cached_property
     def _nodes(self) -> tuple[IntArray, IntArray]:
@@ -76,20 +76,20 @@ class Layout:
         return order[begins[rank] : begins[rank + 1]]
 
 
-def rank_work_s(layout: Layout) -> FloatArray:
+def rank_work_s(placement: Placement) -> FloatArray:
     """[D] work of each rank, all phases, without fixed costs: no plan of it is faster."""
-    tree, unit = layout.tree, layout.target.unit_costs
-    ranks, nodes = nodes_of_ranks(tree, layout.rank)
+    tree, unit = placement.tree, placement.subproblem.unit_costs
+    ranks, nodes = nodes_of_ranks(tree, placement.rank)
     pairs = visible_pairs(tree.start_depth, tree.num_tokens)
     node_s = unit.token_s * tree.num_tokens + unit.pair_s * pairs
-    start = np.arange(layout.problem.num_ranks) * tree.unique_tokens
-    rows = layout.rank_rows.union.count(start, start + tree.unique_tokens)
-    shared = np.bincount(ranks, node_s[nodes], minlength=layout.problem.num_ranks)
+    start = np.arange(placement.problem.num_ranks) * tree.unique_tokens
+    rows = placement.rank_rows.union.count(start, start + tree.unique_tokens)
+    shared = np.bincount(ranks, node_s[nodes], minlength=placement.problem.num_ranks)
     work_s: FloatArray = shared + unit.head_s * rows
     return work_s
 
 
-class Pieces(NamedTuple):
+class RankSegments(NamedTuple):
     """Segments of one rank: tokens `[start_depth, start_depth + num_tokens)` of `node`."""
 
     micro_batch: IntArray
@@ -98,10 +98,10 @@ class Pieces(NamedTuple):
     num_tokens: IntArray
 
 
-def piece_tree(tree: PrefixTree, pieces: Pieces) -> tuple[IntArray, IntArray]:
-    """Depth-first order of a rank's pieces, and the place of each one's parent in it (-1: none)."""
-    order = np.lexsort((pieces.start_depth, pieces.node))
-    node = pieces.node[order]
+def segment_tree(tree: PrefixTree, segments: RankSegments) -> tuple[IntArray, IntArray]:
+    """Depth-first order of a rank's segments, and the place of each parent in it (-1: none)."""
+    order = np.lexsort((segments.start_depth, segments.node))
+    node = segments.node[order]
     place = np.arange(len(order))
     opens = np.append(True, node[1:] != node[:-1]) if len(node) else np.empty(0, bool)
     above = tree.parent[node]

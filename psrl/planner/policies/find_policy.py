@@ -129,9 +129,9 @@ def _checked(name: str, function: Any) -> Policy:
             "a policy is a function of one ProgramProblem",
         )
 
-    def policy(target: ProgramProblem) -> Draft:
+    def policy(subproblem: ProgramProblem) -> Draft:
         try:
-            decided = function(target)
+            decided = function(subproblem)
         except PsrlError:
             raise
         except Exception as error:
@@ -142,13 +142,13 @@ def _checked(name: str, function: Any) -> Policy:
             ) from error
         if isinstance(decided, Draft):
             return decided
-        return with_our_cuts(target, _ranks(name, target, decided))
+        return with_our_cuts(subproblem, _ranks(name, subproblem, decided))
 
     return policy
 
 
-def _ranks(name: str, target: ProgramProblem, decided: Any) -> IntArray:
-    num_samples, num_ranks = target.samples.num_samples, target.problem.num_ranks
+def _ranks(name: str, subproblem: ProgramProblem, decided: Any) -> IntArray:
+    num_samples, num_ranks = subproblem.samples.num_samples, subproblem.problem.num_ranks
     wanted = (
         f"return the rank of each of the {num_samples} samples as an integer array, "
         f"0..{num_ranks - 1}, or a psrl.planner.Draft"

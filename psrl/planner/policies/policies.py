@@ -18,9 +18,9 @@ from psrl.planner.placement.greedy import (
     longest_prefix_ranks,
     unique_cost_ranks,
 )
-from psrl.planner.placement.nested_samples import move_riders
+from psrl.planner.placement.nested_samples import move_nested_samples
 from psrl.planner.placement.optimal import optimal_ranks
-from psrl.planner.placement.placement import Layout
+from psrl.planner.placement.placement import Placement
 from psrl.planner.placement.two_level import GAP_TOLERANCE, dfs_cut_leaves, two_level_leaves
 from psrl.planner.placement.verl import verl_micro_batches, verl_ranks
 from psrl.planner.problem import ProgramProblem
@@ -37,98 +37,98 @@ class Draft:
         proven: a better bound than the program's own, if the policy found one.
     """
 
-    layout: Layout
+    placement: Placement
     build: Callable[[], BuiltProgram]
     proven: Bound | None = None
 
     @property
     def bound(self) -> Bound:
         """The best proven lower bound on the work of the most loaded rank."""
-        known = self.layout.target.bound
+        known = self.placement.subproblem.bound
         return known if self.proven is None else max(known, self.proven)
 
 
 Policy = Callable[[ProgramProblem], Draft]
 
 
-def verl(target: ProgramProblem) -> Draft:
+def verl(subproblem: ProgramProblem) -> Draft:
     """No sharing: veRL's balancing of samples over ranks and micro-batches."""
-    rank = _verl_place(target)
-    layout = Layout(target, rank, np.arange(target.samples.num_samples))
-    return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "dynamic"))
+    rank = _verl_place(subproblem)
+    placement = Placement(subproblem, rank, np.arange(subproblem.samples.num_samples))
+    return Draft(placement, lambda: sample_sets(placement, _verl_sets(placement), "dynamic"))
 
 
-def sglang_ps(target: ProgramProblem) -> Draft:
+def sglang_ps(subproblem: ProgramProblem) -> Draft:
     """veRL's micro-batches; tokens that the rank has computed are read from a cache kept whole."""
-    return _verl_with_cache(target, 1)
+    return _verl_with_cache(subproblem, 1)
 
 
-def vllm_ps(target: ProgramProblem) -> Draft:
+def vllm_ps(subproblem: ProgramProblem) -> Draft:
     """As `sglang_ps`, but prefixes are shared and cached in blocks of 16 tokens."""
-    return _verl_with_cache(target, 16)
+    return _verl_with_cache(subproblem, 16)
 
 
-def sharing_agnostic(target: ProgramProblem) -> Draft:
+def sharing_agnostic(subproblem: ProgramProblem) -> Draft:
     """veRL's ranks, our micro-batches and caching."""
-    return with_our_cuts(target, _verl_place(target))
+    return with_our_cuts(subproblem, _verl_place(subproblem))
 
 
-def prefix_match_first(target: ProgramProblem) -> Draft:
+def prefix_match_first(subproblem: ProgramProblem) -> Draft:
     """Each group to the rank that holds its longest prefix, our micro-batches and caching."""
-    return with_our_cuts(target, _prefix_place(target))
+    return with_our_cuts(subproblem, _prefix_place(subproblem))
 
 
-def balance_first(target: ProgramProblem) -> Draft:
+def balance_first(subproblem: ProgramProblem) -> Draft:
     """Each sample to the least loaded rank, our micro-batches and caching."""
-    return with_our_cuts(target, _balanced_place(target))
+    return with_our_cuts(subproblem, _balanced_place(subproblem))
 
 
-def first_fit(target: ProgramProblem) -> Draft:
+def first_fit(subproblem: ProgramProblem) -> Draft:
     """AReaL's tries: whole groups to ranks, first-fit packing, sharing inside a micro-batch."""
-    samples, num_ranks = target.samples, target.problem.num_ranks
-    rank = _group_place(target)
-    sets = first_fit_tries(target.tree, rank, num_ranks, _max_tokens(target))
+    samples, num_ranks = subproblem.samples, subproblem.problem.num_ranks
+    rank = _group_place(subproblem)
+    sets = first_fit_tries(subproblem.tree, rank, num_ranks, _max_tokens(subproblem))
     share_key = np.empty(samples.num_samples, np.int64)
     for number, members in enumerate(trie for tries in sets for trie in tries):
         share_key[members] = number
-    layout = Layout(target, rank, share_key)
-    return Draft(layout, lambda: sample_sets(layout, sets, "dynamic"))
+    placement = Placement(subproblem, rank, share_key)
+    return Draft(placement, lambda: sample_sets(placement, sets, "dynamic"))
 
 
-def dfs_cut(target: ProgramProblem) -> Draft:
+def dfs_cut(subproblem: ProgramProblem) -> Draft:
     """AReaL-DTA's contiguous depth-first cut over ranks, plain even cuts inside a rank."""
-    layout = _shared(target, _contiguous_place(target))
-    return Draft(layout, lambda: token_cuts(layout, single_unit=True))
+    placement = _shared(subproblem, _contiguous_place(subproblem))
+    return Draft(placement, lambda: token_cuts(placement, single_unit=True))
 
 
-def psrl(target: ProgramProblem) -> Draft:
+def psrl(subproblem: ProgramProblem) -> Draft:
     """Two-level placement, cuts in units, dropped activations where memory demands it."""
-    planning, tree = target.problem.setup.planning, target.cost_tree
+    planning, tree = subproblem.problem.setup.planning, subproblem.cost_tree
     leaf_rank = two_level_leaves(
         tree,
-        target.problem.num_ranks,
-        target.rank_cost_bound_s,
+        subproblem.problem.num_ranks,
+        subproblem.rank_cost_bound_s,
         planning.search_iterations,
         planning.seed,
     )
-    goal_s = target.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
-    rank = move_riders(target, leaf_rank[tree.leaf_of_sample], goal_s)
-    layout = _shared(target, rank)
-    return Draft(layout, lambda: _fastest(layout))
+    goal_s = subproblem.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
+    rank = move_nested_samples(subproblem, leaf_rank[tree.leaf_of_sample], goal_s)
+    placement = _shared(subproblem, rank)
+    return Draft(placement, lambda: _fastest(placement))
 
 
-def optimal(target: ProgramProblem) -> Draft:
+def optimal(subproblem: ProgramProblem) -> Draft:
     """As `psrl`, with OR-Tools: proven best where there are few samples, else never worse."""
-    ours = psrl(target)
-    rank, proven = optimal_ranks(target, ours.layout.rank)
-    layout = _shared(target, rank)
-    if np.array_equal(rank, ours.layout.rank):
-        return Draft(layout, ours.build, proven)
+    ours = psrl(subproblem)
+    rank, proven = optimal_ranks(subproblem, ours.placement.rank)
+    placement = _shared(subproblem, rank)
+    if np.array_equal(rank, ours.placement.rank):
+        return Draft(placement, ours.build, proven)
 
     def build() -> BuiltProgram:
-        return _fastest_of([token_cuts(layout), ours.build()])
+        return _fastest_of([token_cuts(placement), ours.build()])
 
-    return Draft(layout, build, proven)
+    return Draft(placement, build, proven)
 
 
 def _fastest_of(built: list[BuiltProgram]) -> BuiltProgram:
@@ -136,75 +136,78 @@ def _fastest_of(built: list[BuiltProgram]) -> BuiltProgram:
     return min((b for b in built if b.fits), key=lambda b: b.time_s, default=built[-1])
 
 
-def _fastest(layout: Layout) -> BuiltProgram:
-    """Our plan of a layout, or the plan of another policy where that is faster."""
-    target, ours = layout.target, token_cuts(layout)
-    nothing_to_share = target.tree.unique_tokens == target.samples.logical_tokens
-    if ours.fits and nothing_to_share and ours.time_s <= 1.01 * target.rank_cost_bound_s:
+def _fastest(placement: Placement) -> BuiltProgram:
+    """Our plan of a placement, or the plan of another policy where that is faster."""
+    subproblem, ours = placement.subproblem, token_cuts(placement)
+    nothing_to_share = subproblem.tree.unique_tokens == subproblem.samples.logical_tokens
+    if ours.fits and nothing_to_share and ours.time_s <= 1.01 * subproblem.rank_cost_bound_s:
         return ours
     limit_s = ours.time_s * (1.0 - _ROUNDING) if ours.fits else np.inf
     rivals = []
     for place, policies in _RIVALS:
         # Work on the slowest rank, with all possible sharing, is a lower bound on the time of
         # all policies that place samples so: most are ruled out by it.
-        if work_s(_shared(target, place(target))) < limit_s:
-            drafts = (policy(target) for policy in policies)
-            rivals += [d.build() for d in drafts if work_s(d.layout) < limit_s]
+        if work_s(_shared(subproblem, place(subproblem))) < limit_s:
+            drafts = (policy(subproblem) for policy in policies)
+            rivals += [d.build() for d in drafts if work_s(d.placement) < limit_s]
     better = [r for r in rivals if r.fits and r.time_s < limit_s]
     if better and ours.fits:
         # The fastest cuts may win where saving memory has cost a little time.
-        better.append(token_cuts(layout, memory_weight=0.0))
+        better.append(token_cuts(placement, memory_weight=0.0))
     return min(better, key=lambda built: built.time_s, default=ours)
 
 
-def with_our_cuts(target: ProgramProblem, rank: IntArray) -> Draft:
+def with_our_cuts(subproblem: ProgramProblem, rank: IntArray) -> Draft:
     """Given ranks of the samples, our micro-batches and caching."""
-    layout = _shared(target, rank)
-    return Draft(layout, lambda: token_cuts(layout))
+    placement = _shared(subproblem, rank)
+    return Draft(placement, lambda: token_cuts(placement))
 
 
-def _verl_with_cache(target: ProgramProblem, granularity_tokens: int) -> Draft:
-    rank = _verl_place(target)
-    layout = Layout(target, rank, np.zeros(len(rank), np.int64), granularity_tokens)
-    return Draft(layout, lambda: sample_sets(layout, _verl_sets(layout), "everything"))
+def _verl_with_cache(subproblem: ProgramProblem, granularity_tokens: int) -> Draft:
+    rank = _verl_place(subproblem)
+    placement = Placement(subproblem, rank, np.zeros(len(rank), np.int64), granularity_tokens)
+    return Draft(placement, lambda: sample_sets(placement, _verl_sets(placement), "everything"))
 
 
-def _verl_sets(layout: Layout) -> list[list[IntArray]]:
-    target = layout.target
+def _verl_sets(placement: Placement) -> list[list[IntArray]]:
+    subproblem = placement.subproblem
     return verl_micro_batches(
-        target.samples.num_tokens, layout.rank, target.problem.num_ranks, _max_tokens(target)
+        subproblem.samples.num_tokens,
+        placement.rank,
+        subproblem.problem.num_ranks,
+        _max_tokens(subproblem),
     )
 
 
-def _verl_place(target: ProgramProblem) -> IntArray:
-    return verl_ranks(target.samples.num_tokens, target.problem.num_ranks)
+def _verl_place(subproblem: ProgramProblem) -> IntArray:
+    return verl_ranks(subproblem.samples.num_tokens, subproblem.problem.num_ranks)
 
 
-def _prefix_place(target: ProgramProblem) -> IntArray:
-    groups, num_ranks = target.samples.group_id, target.problem.num_ranks
-    return longest_prefix_ranks(target.tree, target.cost_tree, groups, num_ranks)
+def _prefix_place(subproblem: ProgramProblem) -> IntArray:
+    groups, num_ranks = subproblem.samples.group_id, subproblem.problem.num_ranks
+    return longest_prefix_ranks(subproblem.tree, subproblem.cost_tree, groups, num_ranks)
 
 
-def _balanced_place(target: ProgramProblem) -> IntArray:
-    return unique_cost_ranks(target.cost_tree, target.problem.num_ranks)
+def _balanced_place(subproblem: ProgramProblem) -> IntArray:
+    return unique_cost_ranks(subproblem.cost_tree, subproblem.problem.num_ranks)
 
 
-def _group_place(target: ProgramProblem) -> IntArray:
-    samples = target.samples
-    return group_ranks(samples.group_id, samples.num_tokens, target.problem.num_ranks)
+def _group_place(subproblem: ProgramProblem) -> IntArray:
+    samples = subproblem.samples
+    return group_ranks(samples.group_id, samples.num_tokens, subproblem.problem.num_ranks)
 
 
-def _contiguous_place(target: ProgramProblem) -> IntArray:
-    leaf_rank = dfs_cut_leaves(target.cost_tree, target.problem.num_ranks)
-    return leaf_rank[target.cost_tree.leaf_of_sample]
+def _contiguous_place(subproblem: ProgramProblem) -> IntArray:
+    leaf_rank = dfs_cut_leaves(subproblem.cost_tree, subproblem.problem.num_ranks)
+    return leaf_rank[subproblem.cost_tree.leaf_of_sample]
 
 
-def _shared(target: ProgramProblem, rank: IntArray) -> Layout:
-    return Layout(target, rank, np.zeros(len(rank), np.int64))
+def _shared(subproblem: ProgramProblem, rank: IntArray) -> Placement:
+    return Placement(subproblem, rank, np.zeros(len(rank), np.int64))
 
 
-def _max_tokens(target: ProgramProblem) -> int:
-    return target.problem.setup.planning.max_tokens_per_micro_batch
+def _max_tokens(subproblem: ProgramProblem) -> int:
+    return subproblem.problem.setup.planning.max_tokens_per_micro_batch
 
 
 POLICIES: dict[str, Policy] = {

@@ -78,7 +78,7 @@ def _first_readers(
 ) -> IntArray:
     """Per block the micro-batch row that reads it and runs its backward first; -1 for none.
 
-    A piece is read by the micro-batches of all pieces below it in the rank's tree. Their
+    A segment is read by the micro-batches of all segments below it in the rank's tree. Their
     backwards precede its own, so the first backward below is a reader's unless it is its own.
     """
     order, rank = sorted_by_rank(program.segments)
@@ -110,7 +110,7 @@ def _first_readers(
 def _smallest_below(
     node: IntArray, start_depth: IntArray, rank: IntArray, tree: PrefixTree, value: IntArray
 ) -> IntArray:
-    """Smallest value of the pieces strictly below each piece in the tree of its rank."""
+    """Smallest value of the segments strictly below each one in the tree of its rank."""
     by_preorder = np.lexsort((start_depth, node, rank))
     v, r = node[by_preorder], rank[by_preorder]
     key = r * tree.num_nodes + v

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.samples.sample import make_batch
-from psrl.planner.placement.nested_samples import move_riders
+from psrl.planner.placement.nested_samples import move_nested_samples
 from tests.planner.cases import make_setup, nasty_batch, update_of
 from tests.planner.test_bounds import sample_placement_work_s
 
@@ -13,20 +13,20 @@ from tests.planner.test_bounds import sample_placement_work_s
 def test_an_idle_rank_trains_the_inner_sample_of_a_chain() -> None:
     # A short path with many predicted rows inside a long one: with 2 ranks nobody else is there.
     batch = make_batch([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]], [[(1, 3)], [(7, 8)]])
-    target = update_of(batch, make_setup(2))
+    subproblem = update_of(batch, make_setup(2))
     together = np.zeros(2, np.int64)
-    moved = move_riders(target, together, 0.0)
+    moved = move_nested_samples(subproblem, together, 0.0)
     assert moved.tolist() == [1, 0]
     assert together.tolist() == [0, 0]
-    assert move_riders(target, together, 1.0).tolist() == [0, 0]
+    assert move_nested_samples(subproblem, together, 1.0).tolist() == [0, 0]
 
 
 @given(seed=st.integers(0, 10_000), num_samples=st.integers(1, 9), num_ranks=st.integers(1, 4))
 @settings(max_examples=40)
 def test_moves_never_raise_the_heaviest_rank(seed: int, num_samples: int, num_ranks: int) -> None:
-    target = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
+    subproblem = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
     rank = np.random.default_rng(seed).integers(num_ranks, size=num_samples + 1)
-    before = sample_placement_work_s(target, rank.tolist(), num_ranks)
-    moved = move_riders(target, rank, 0.0)
-    after = sample_placement_work_s(target, moved.tolist(), num_ranks)
+    before = sample_placement_work_s(subproblem, rank.tolist(), num_ranks)
+    moved = move_nested_samples(subproblem, rank, 0.0)
+    after = sample_placement_work_s(subproblem, moved.tolist(), num_ranks)
     assert after <= before * (1.0 + 1e-9)
