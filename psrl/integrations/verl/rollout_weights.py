@@ -13,7 +13,7 @@ from psrl.backend.model.parameters import (
     group_rank,
     group_size,
     is_expert,
-    layout,
+    sharded_dim,
     stage_parameters,
     unshard,
 )
@@ -59,7 +59,7 @@ class _StageWeights:
         found = []
         for name, tensor in self._mine.items():
             if not is_expert(name):
-                shape, cut = list(tensor.shape), layout(name)
+                shape, cut = list(tensor.shape), sharded_dim(name)
                 if cut is not None:
                     shape[cut.dim] *= group_size(self._groups.tensor)
                 found.append((name, shape, tensor.dtype))
@@ -73,7 +73,7 @@ class _StageWeights:
         if is_expert(name):
             return self._expert(name)
         tensor, group = self._mine[name], self._groups.tensor
-        if group is None or group.size() == 1 or layout(name) is None:
+        if group is None or group.size() == 1 or sharded_dim(name) is None:
             return tensor
         shards = [torch.empty_like(tensor) for _ in range(group.size())]
         dist.all_gather(shards, tensor.contiguous(), group=group)
