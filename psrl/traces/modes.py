@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from psrl.core.errors import TraceError, suggest
-from psrl.core.samples.sample import IntArray, SampleBatch, ragged_take
+from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
 
 from .grouping import codes_by_appearance, rank_within, trajectory_codes
+from .step_merging import continuations, join
 
 # What importers and generators must make, because finished samples do not show what to leave out.
 MADE_AT_THE_SOURCE = ("step_s", "step_rt")
@@ -79,7 +80,7 @@ def _tree_step(batch: SampleBatch) -> SampleBatch:
 
 def _traj(batch: SampleBatch) -> SampleBatch:
     """Merge the calls of an episode as far as no trained token, context or weight changes."""
-    return _merge(batch, "traj", _next_in_trajectory(batch))
+    return _merge(batch, "traj", trajectory_codes(batch))
 
 
 def _tree(batch: SampleBatch) -> SampleBatch:
@@ -88,7 +89,7 @@ def _tree(batch: SampleBatch) -> SampleBatch:
     A call before a fork is trained by one path; the others repeat it as context.
     """
     calls = _tree_step(batch)
-    return _merge(calls, "tree", _next_in_tree(calls))
+    return _merge(calls, "tree", codes_by_appearance(calls.group_id))
 
 
 MODES: dict[str, Callable[[SampleBatch], SampleBatch]] = {
@@ -141,12 +142,9 @@ def _calls(batch: SampleBatch) -> SampleBatch:
     )
 
 
-def _merge(batch: SampleBatch, mode: str, next_call: dict[int, int]) -> SampleBatch:
-    """Merge each call with the one that continues it.
-
-    A merged sample has the symbols of its last call, the agent step and arrival of its first,
-    and the summed times of all.
-    """
+def _merge(batch: SampleBatch, mode: str, owner: IntArray) -> SampleBatch:
+    """Merge each call with the one that continues it, for one owner and advantage."""
+    next_call = continuations(batch, owner, equal_advantage=True)
     num_trajectories = len(np.unique(trajectory_codes(batch)))
     could_continue = num_trajectories < batch.num_samples
     if batch.symbol_num_tokens is not None and could_continue and not next_call:
@@ -156,82 +154,4 @@ def _merge(batch: SampleBatch, mode: str, next_call: dict[int, int]) -> SampleBa
             "before it",
             "use mode step",
         )
-    chains = _chains(batch.num_samples, next_call)
-    members = np.concatenate([*chains, np.empty(0, np.int64)]).astype(np.int64)
-    first = np.array([c[0] for c in chains], np.int64)
-    merged = batch.select([c[-1] for c in chains])
-    span_rows, _ = ragged_take(batch.loss_span_offsets, members)
-    num_spans = [int(np.diff(batch.loss_span_offsets)[c].sum()) for c in chains]
-    return replace(
-        merged,
-        loss_spans=batch.loss_spans[span_rows],
-        loss_span_offsets=np.cumsum([0, *num_spans]).astype(np.int64),
-        agent_step=batch.agent_step[first],
-        arrival_s=batch.arrival_s[first],
-        generate_s=np.array([batch.generate_s[c].sum() for c in chains], np.float64),
-        environment_s=np.array([batch.environment_s[c].sum() for c in chains], np.float64),
-    )
-
-
-def _chains(num_samples: int, next_call: dict[int, int]) -> list[list[int]]:
-    """Samples that become one each, by the position of their first call in the batch."""
-    continuing = set(next_call.values())
-    chains = []
-    for start in range(num_samples):
-        if start not in continuing:
-            chain = [start]
-            while chain[-1] in next_call:
-                chain.append(next_call[chain[-1]])
-            chains.append(chain)
-    return chains
-
-
-def _next_in_trajectory(batch: SampleBatch) -> dict[int, int]:
-    """The call after each call of the same trajectory, where it continues that one."""
-    codes = trajectory_codes(batch)
-    order = np.lexsort((batch.agent_step, codes))
-    same = codes[order[1:]] == codes[order[:-1]]
-    return {
-        before: after
-        for before, after in zip(order[:-1][same].tolist(), order[1:][same].tolist(), strict=True)
-        if _continues(batch, before, after)
-    }
-
-
-def _next_in_tree(batch: SampleBatch) -> dict[int, int]:
-    """A call of the same group that continues each call; the same trajectory's first."""
-    tree = build_prefix_tree(batch, codes_by_appearance(batch.group_id))
-    ending: defaultdict[int, list[int]] = defaultdict(list)
-    for sample, node in enumerate(tree.sample_node.tolist()):
-        ending[node].append(sample)
-    pairs = []
-    for sample, node in enumerate(tree.parent[tree.sample_node].tolist()):
-        while node > 0 and node not in ending:
-            node = int(tree.parent[node])
-        pairs += [(before, sample) for before in ending.get(node, ()) if node > 0]
-    trajectory = trajectory_codes(batch).tolist()
-    pairs.sort(key=lambda pair: trajectory[pair[0]] != trajectory[pair[1]])
-    next_call: dict[int, int] = {}
-    taken: set[int] = set()
-    for before, after in pairs:
-        free = before not in next_call and after not in taken
-        if free and _continues(batch, before, after):
-            next_call[before] = after
-            taken.add(after)
-    return next_call
-
-
-def _continues(batch: SampleBatch, before: int, after: int) -> bool:
-    history, symbols = batch.sample_symbols(before), batch.sample_symbols(after)
-    if not np.array_equal(history, symbols[: len(history)]):
-        return False
-    if batch.advantage[before] != batch.advantage[after]:
-        return False
-    if batch.mini_batch[before] != batch.mini_batch[after]:
-        return False
-    trained = _first_start(batch.sample_loss_spans(after))
-    return trained >= int(batch.sample_loss_spans(before)[:, 1].max(initial=0))
-
-
-def _first_start(spans: IntArray) -> int:
-    return int(spans[:, 0].min(initial=np.iinfo(np.int64).max))
+    return join(batch, next_call)[0]
