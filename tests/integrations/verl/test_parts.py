@@ -14,12 +14,11 @@ from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.cost.presets import DEVICES
 from psrl.core.errors import BackendError, ConfigError
-from psrl.integrations.verl import requirements
-from psrl.integrations.verl.offload import DeviceMemory
-from psrl.integrations.verl.options import device_preset, make_setup, parse_options
-from psrl.integrations.verl.process_groups import join_pipeline
-from psrl.integrations.verl.refusals import is_token_wise
-from psrl.integrations.verl.rollout_weights import rollout_weights
+from psrl.integrations.verl.settings import refusals
+from psrl.integrations.verl.settings.options import device_preset, make_setup, parse_options
+from psrl.integrations.verl.settings.refusals import is_token_wise
+from psrl.integrations.verl.worker.process_groups import join_pipeline
+from psrl.integrations.verl.worker.rollout import DeviceMemory, rollout_weights
 from tests.backend.cases import TINY
 from tests.backend.test_moe import MOE
 
@@ -27,7 +26,7 @@ from tests.backend.test_moe import MOE
 def test_wrong_verl_version_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.10.0")
     with pytest.raises(ConfigError, match=r"installed: 0\.10\.0(.|\n)*pip install 'verl==0\.9\.1'"):
-        requirements.check_verl()
+        refusals.check_verl()
 
 
 def test_missing_verl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,16 +35,16 @@ def test_missing_verl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ConfigError, match="installed: none"):
-        requirements.check_verl()
+        refusals.check_verl()
 
 
 def test_missing_undeclared_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
     monkeypatch.setattr(
-        requirements, "find_spec", lambda name: None if name == "transfer_queue" else object()
+        refusals, "find_spec", lambda name: None if name == "transfer_queue" else object()
     )
     with pytest.raises(ConfigError, match="missing: TransferQueue"):
-        requirements.check_verl()
+        refusals.check_verl()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("verl", reason="needs veRL: make test-verl")
 pytestmark = pytest.mark.verl
 
-from psrl.integrations.verl.refusals import TOKEN_WISE_MODES
-from psrl.integrations.verl.sample_loss import WholeSampleLoss
-from psrl.integrations.verl.samples import whole_samples
+from psrl.integrations.verl.batch.sample_loss import WholeSampleLoss
+from psrl.integrations.verl.batch.samples import whole_samples
+from psrl.integrations.verl.settings.refusals import TOKEN_WISE_MODES
 from tests.integrations.verl.batches import group_batch
 from tests.integrations.verl.workers import Loss, with_phase_results
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.errors import BackendError
-from psrl.integrations.verl.samples import response_values, whole_samples
+from psrl.integrations.verl.batch.samples import response_values, whole_samples
 from tests.integrations.verl.batches import Rows, fields, ragged
 
 PROMPTS = [np.array([5, 6]), np.array([5, 6, 7]), np.array([9])]

@@ -11,8 +11,8 @@ import torch
 from psrl.backend.train.inputs import LossTokens
 from psrl.backend.train.token_advantages import read_token_advantages
 from psrl.core.samples.trace import open_trace
-from psrl.integrations.verl.samples import whole_samples
-from psrl.integrations.verl.trace_export import TraceExport
+from psrl.integrations.verl.batch.samples import whole_samples
+from psrl.integrations.verl.batch.trace_export import TraceExport
 from tests.integrations.verl.batches import fields, ragged
 
 PROMPT = np.array([3, 4, 5])

@@ -30,8 +30,8 @@ from verl.workers.utils.padding import response_from_nested
 
 from psrl.backend.model.hf_layout import hf_source, separate
 from psrl.backend.model.parameters import ParallelGroups, gather_full
-from psrl.integrations.verl.config import PsrlEngineConfig
 from psrl.integrations.verl.cpu_platform import join_process_group
+from psrl.integrations.verl.plugin import PsrlEngineConfig
 
 TEMPERATURE = 0.9
 ONLY_RANK = {

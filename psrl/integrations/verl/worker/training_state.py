@@ -16,7 +16,7 @@ from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOpti
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import BackendError
 
-from .offload import DeviceMemory
+from .rollout import DeviceMemory
 
 CHECKPOINT = "psrl"
 HF_MODEL = "huggingface"

@@ -1,13 +1,25 @@
-"""Settings of veRL under which psRL is not known to give the same result, and who refuses them.
+"""Another veRL, or settings of it under which psRL is not known to give the same result: refused.
 
 Configurations are read by attribute, so this module does not import veRL.
 """
 
 from collections.abc import Iterable
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, ConfigError
+
+VERL_VERSION = "0.9.1"
+
+UNDECLARED = {
+    "cachetools": "cachetools",
+    "fastapi": "fastapi",
+    "transfer_queue": "TransferQueue",
+    "uvicorn": "uvicorn",
+}
+"""Modules that veRL's trainer and workers import without declaring them, and their packages."""
 
 Rule = tuple[str, tuple[Any, ...], str]
 
@@ -50,6 +62,31 @@ _WITHOUT_EFFECT = {
     "recompute_modules",
     "recompute_num_layers",
 }
+
+
+def check_verl() -> None:
+    """Check version and undeclared dependencies, without importing veRL.
+
+    Raises:
+        ConfigError: naming what is installed, what is needed, and the command that fixes it.
+    """
+    try:
+        version = metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if version != VERL_VERSION:
+        raise ConfigError(
+            f"psRL's engine is written for verl {VERL_VERSION}, installed: {version}",
+            f"pip install 'verl=={VERL_VERSION}', or unset VERL_USE_EXTERNAL_MODULES to run "
+            "without psRL",
+        )
+    missing = [package for module, package in UNDECLARED.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"verl {VERL_VERSION} needs packages that it does not declare; missing: "
+            f"{', '.join(missing)}",
+            "pip install 'psrl[verl]', or: pip install " + " ".join(missing),
+        )
 
 
 def check_configuration(engine: Any, model: Any, optimizer: Any) -> None:

@@ -1,0 +1,1 @@
+"""veRL's configuration: what psRL reads of it, and what it refuses."""

@@ -1,0 +1,1 @@
+"""What a worker holds from batch to batch."""
