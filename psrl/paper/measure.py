@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import InfeasibleError
 from psrl.core.plan.plan import Plan
 from psrl.core.run.events import Events

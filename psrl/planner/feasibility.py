@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.run.config import Setup
 
 _GIB = 2**30

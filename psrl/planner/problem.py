@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
-from psrl.core.cost.cost_model import CostModel, MemoryModel
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, suggest
 from psrl.core.run.config import Setup
 from psrl.core.run.metrics import PHASES

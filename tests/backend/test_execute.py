@@ -19,7 +19,7 @@ from psrl.backend.train.optimizer import OptimizerOptions
 from psrl.backend.train.options import ExecuteOptions, check_executable
 from psrl.backend.train.stage import StageRun
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
 from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.packing import pack_rank

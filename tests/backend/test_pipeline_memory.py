@@ -7,7 +7,7 @@ import torch
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.train.stage import PhaseInputs
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ParallelConfig
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.schedule import stage_ops

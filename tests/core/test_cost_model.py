@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig
-from psrl.core.cost.cost_model import MemoryModel, RooflineCostModel
+from psrl.core.cost.cost_model import RooflineCostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.cost.presets import DEVICES, MODELS
 
 MODEL = MODELS["qwen2.5-7b"]

@@ -8,13 +8,10 @@ from hypothesis import strategies as st
 from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
 from psrl.core.cost.calibration import Calibration, Coefficients, Domain
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig, check_layout
-from psrl.core.cost.cost_model import MemoryModel, RooflineCostModel
-from psrl.core.cost.expert_parallel import (
-    expert_data_parallel_size,
-    expert_exchange_s,
-    optimizer_shard,
-    rank_parameters,
-)
+from psrl.core.cost.collectives import expert_exchange_s
+from psrl.core.cost.cost_model import RooflineCostModel
+from psrl.core.cost.memory_model import MemoryModel
+from psrl.core.cost.parameters import expert_data_parallel_size, optimizer_shard, rank_parameters
 from psrl.core.cost.presets import MODELS
 from tests.core.cases import a100_cluster
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS, MemoryLedger, MemoryState
 from psrl.core.plan.packing import pack_rank

@@ -15,7 +15,7 @@ from psrl.core.cost.cluster import (
     reduction_crosses_hosts,
 )
 from psrl.core.cost.cost_model import RooflineCostModel
-from psrl.core.cost.expert_parallel import expert_data_parallel_size
+from psrl.core.cost.parameters import expert_data_parallel_size
 from psrl.core.cost.presets import MODELS
 from tests.core.cases import a100_cluster
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.plan import Program

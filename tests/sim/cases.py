@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.cost.cost_model import Amount
+from psrl.core.cost.cluster import Amount, ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
 from psrl.core.plan.schedule import Op, interleave
 from psrl.core.samples.sample import SampleBatch, make_batch

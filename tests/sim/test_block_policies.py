@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.packing import pack_rank

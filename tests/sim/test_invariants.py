@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
 from psrl.core.plan.plan import Plan, Program

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, PlanError
 from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.packing import pack_rank

@@ -13,7 +13,7 @@ import pandas as pd
 
 from psrl.core.cost.calibration import Coefficients, Curve
 from psrl.core.cost.cluster import ClusterSpec
-from psrl.core.cost.gradient_reduction import ring_s
+from psrl.core.cost.collectives import ring_s
 from psrl.core.cost.layer_time import LayerShape, LayerTime
 from psrl.core.cost.presets import DEVICES
 from psrl.core.samples.sample import FloatArray, IntArray

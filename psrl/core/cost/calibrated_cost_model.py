@@ -10,11 +10,11 @@ import numpy as np
 from psrl.core.plan.plan import Plan
 
 from .calibration import Calibration, Coefficients, load_calibration
-from .cluster import ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
-from .cost_model import Amount, CostModel, RooflineCostModel
-from .expert_parallel import expert_exchange_s, optimizer_shard, rank_parameters
-from .gradient_reduction import gradient_reduction_s
+from .cluster import Amount, ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
+from .collectives import expert_exchange_s, gradient_reduction_s
+from .cost_model import CostModel, RooflineCostModel
 from .layer_time import ForwardBackward, LayerShape, LayerTime
+from .parameters import optimizer_shard, rank_parameters
 
 # Measured ranges end at round numbers by chance: this much beyond them is not worth a warning.
 _MARGIN = 1.1

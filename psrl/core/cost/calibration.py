@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from psrl.core.errors import ConfigError
 
-from .cluster import DeviceSpec, Spec
-from .cost_model import Amount
+from .cluster import Amount, DeviceSpec, Spec
 
 AttentionKind = Literal["tree", "flash", "scores"]
 """What was measured: psRL's own kernels, FlashAttention on one causal chain per sample, or score

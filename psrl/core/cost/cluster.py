@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from psrl.core.errors import ConfigError
 
+Amount = npt.NDArray[np.float64] | float
+"""One number, or an array of them."""
+
 
 class Spec(BaseModel):
     """Base of all specifications: frozen, unknown keys refused, numbers not coerced from text."""

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .calibration import Coefficients
-from .cluster import DeviceSpec, ModelSpec
-from .cost_model import Amount
+from .cluster import Amount, DeviceSpec, ModelSpec
 
 _TILE = 128
 _LOGIT_BYTES = 4

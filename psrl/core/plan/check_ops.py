@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.samples.sample import IntArray
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.loss_rows import LossRows, loss_rows

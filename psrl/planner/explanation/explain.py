@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
-from psrl.core.cost.cost_model import CostModel, MemoryModel
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import FloatArray, SampleBatch

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, hstack, vstack
 
-from psrl.core.cost.cost_model import CostModel, MemoryModel
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
 from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import stage_ops

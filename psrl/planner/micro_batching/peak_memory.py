@@ -5,7 +5,7 @@ The planner asks for the peak of many candidates; the plan's check replays the l
 
 import numpy as np
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
 from psrl.core.plan.plan import Blocks, Program
 from psrl.core.plan.schedule import Op, stage_ops

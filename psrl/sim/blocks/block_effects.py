@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
-from psrl.core.cost.cost_model import CostModel, MemoryModel
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
 from psrl.core.plan.plan import Blocks, Plan, Program
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch

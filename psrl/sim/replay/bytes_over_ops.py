@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psrl.core.cost.cost_model import MemoryModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
 from psrl.core.plan.plan import Program

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from psrl.core.cost.cost_model import Amount, CostModel, MemoryModel
+from psrl.core.cost.cluster import Amount
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.check_ops import check_op_patterns
 from psrl.core.plan.memory_ledger import MemoryState
 from psrl.core.plan.plan import Plan, Program

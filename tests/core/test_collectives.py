@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psrl.core.cost.cluster import ClusterSpec
-from psrl.core.cost.gradient_reduction import ring_s
+from psrl.core.cost.collectives import ring_s
 from psrl.core.cost.presets import DEVICES
 
 

@@ -1,0 +1,43 @@
+"""Parameters on one device: dense ones and those of its own experts, and who shares them."""
+
+from typing import NamedTuple
+
+from .cluster import ModelSpec, ParallelConfig
+
+
+class RankParameters(NamedTuple):
+    """Parameters on one device of the largest (last) pipeline stage.
+
+    Attributes:
+        dense: attention, norms, routers or MLPs, and embeddings; of all data-parallel ranks.
+        expert: weights of the rank's own experts; of `expert_data_parallel_size` ranks.
+    """
+
+    dense: float
+    expert: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.expert
+
+
+def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> RankParameters:
+    """Dense weights are divided by tensor parallelism, experts by expert parallelism alone."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = model.num_moe_experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
+    layers = model.num_layers / pp * (model.attention_parameters + model.mlp_parameters - experts)
+    heads = model.embedding_parameters * (2 if pp == 1 and not model.tied_embeddings else 1)
+    own = model.num_layers / pp * experts / parallel.expert_model_parallel_size
+    return RankParameters((layers + heads) / tp, own)
+
+
+def expert_data_parallel_size(parallel: ParallelConfig) -> int:
+    """Ranks of a stage that hold the same experts, and so reduce and shard them together."""
+    devices = parallel.tensor_model_parallel_size * parallel.data_parallel_size
+    return devices // parallel.expert_model_parallel_size
+
+
+def optimizer_shard(model: ModelSpec, parallel: ParallelConfig) -> float:
+    """Parameters whose optimizer states one device keeps (Megatron's distributed optimizer)."""
+    dense, expert = rank_parameters(model, parallel)
+    return dense / parallel.data_parallel_size + expert / expert_data_parallel_size(parallel)
