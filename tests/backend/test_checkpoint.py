@@ -24,7 +24,7 @@ from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOpti
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.tokens import TokenIds
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, ConfigError
 from psrl.core.run.events import EventLog
 from tests.backend.cases import TINY, Case, single_process
 from tests.backend.test_moe import MOE, ROUTER, moe_case
@@ -241,7 +241,7 @@ def test_a_rank_that_dies_while_saving_leaves_no_checkpoint(tmp_path: Path) -> N
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
-    for name in ("iteration_000009", "iteration_000010", "iteration_000011.partial"):
+    for name in ("iteration_000009", "iteration_000010", ".psrl-0-0.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint.json").write_text("{}")
     (tmp_path / "iteration_000012").mkdir()
@@ -283,5 +283,5 @@ def test_wrong_checkpoints(tmp_path: Path, what: str, message: str) -> None:
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "iteration_1").mkdir()
     arguments = (TINY, ONE, cases(TINY, 1)[:1], None, tmp_path / "iteration_1")
-    with pytest.raises(BackendError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         run_ranks(train, 1, *arguments, timeout_s=60)

@@ -17,7 +17,7 @@ from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.weights import load_hf, save_hf
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, ConfigError
 from tests.backend.alone import samples_alone
 from tests.backend.cases import TINY, make_case
 from tests.backend.test_moe import MOE
@@ -297,7 +297,7 @@ def test_wrong_directories(tmp_path: Path, what: str, message: str) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     write_hf(tmp_path / "source", QWEN2)
     arguments = (QWEN2, ParallelConfig(), tmp_path / "source", tmp_path / "source", 2**40)
-    with pytest.raises(BackendError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         run_ranks(round_trip, 1, *arguments, timeout_s=60)
 
 

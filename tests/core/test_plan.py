@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from psrl.core.errors import PlanError
+from psrl.core.errors import ConfigError, PlanError
 from psrl.core.plan.plan import Blocks, MicroBatches, Plan
 from tests.core.cases import random_case, wrap
 
@@ -62,7 +62,7 @@ def test_saving_is_byte_identical(tmp_path: Path) -> None:
 
 def test_existing_directory_is_kept(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
-    with pytest.raises(PlanError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         two_program_plan().save(tmp_path / "plan")
     assert list((tmp_path / "plan").iterdir()) == []
 

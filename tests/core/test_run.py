@@ -60,14 +60,6 @@ def test_overwriting_replaces_only_on_success(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["manifest.json", "new.json"]
 
 
-def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
-    (tmp_path / "demo.partial").mkdir()
-    (tmp_path / "demo.partial" / "stale.json").touch()
-    with RunDir(tmp_path / "demo", "plan"):
-        pass
-    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["manifest.json"]
-
-
 def test_json_is_byte_identical(tmp_path: Path) -> None:
     for name, keys in (("a", "xyz"), ("b", "zyx")):
         with RunDir(tmp_path / name, "plan") as run:

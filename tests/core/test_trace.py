@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from psrl.core.errors import TraceError
+from psrl.core.errors import ConfigError, TraceError
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.core.samples.trace import Trace, batch_hash, open_trace, write_trace
 
@@ -122,7 +122,7 @@ def test_content_hash_depends_on_symbol_kind_and_order(tmp_path: Path) -> None:
 
 def test_existing_directory_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "t", token_batch())
-    with pytest.raises(TraceError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write(tmp_path / "t", token_batch(shift=1))
     assert_same(open_trace(tmp_path / "t").iteration(0), token_batch())
 

@@ -2,7 +2,6 @@
 
 import base64
 import math
-import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from psrl.analysis.figures import plots, run_plots, series
 from psrl.analysis.figures.style import save_figure
 from psrl.analysis.tables import display_executed, display_table, measured_table, policy_table
 from psrl.analysis.units import percent
+from psrl.core.files import write_file
 
 from .comparison import Comparison, load_comparison
 from .sentences import (
@@ -113,9 +113,7 @@ def write_report(run: Path, baseline: str = "verl", final_path: Path | None = No
         trace_hash=comparison.trace["content_hash"],
     )
     path = run / "report.html"
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_file(path, text)
     return path
 
 

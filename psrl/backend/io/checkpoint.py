@@ -108,7 +108,7 @@ def load_checkpoint(
 def latest_checkpoint(root: Path) -> Path | None:
     """The complete checkpoint with the last name in sorted order; None if there is none."""
     complete = [path.parent for path in sorted(root.glob(f"*/{_HEADER}"))]
-    complete = [path for path in complete if path.suffix != ".partial"]
+    complete = [path for path in complete if not path.name.startswith(".")]  # not published
     return complete[-1] if complete else None
 
 

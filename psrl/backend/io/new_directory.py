@@ -1,44 +1,52 @@
 """A directory that all ranks write together, and that appears complete or not at all."""
 
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from psrl.core.errors import BackendError
-
-_SUFFIX = ".partial"
+from psrl.core.errors import PsrlError
+from psrl.core.files import NewDirectory
 
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory beside it to write into, which gets its name when all ranks are done.
+    """Yield a directory to write into, which gets its name when all ranks are done.
 
-    Every rank must enter. After an error the partial directory stays, without the name, until the
-    next attempt: other ranks may still be writing.
+    Every rank must enter. After an error on some rank what was written stays, without the name,
+    for `psrl.core.files.remove_leftovers`: other ranks may still be writing.
 
     Raises:
-        BackendError: if the directory exists.
+        ConfigError: on every rank; see `psrl.core.files.NewDirectory`.
+        OSError: on every rank, if the place cannot be written.
     """
-    partial = directory.with_name(directory.name + _SUFFIX)
-    if directory.exists():
-        raise BackendError(f"{directory} exists already", "choose another path or remove it")
-    dist.barrier()  # nobody creates it before everybody has looked
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    opened: list[NewDirectory] = []
+
+    def begin() -> Path:
+        opened.append(NewDirectory(directory))
+        return opened[0].path
+
+    def end() -> None:
+        opened[0].publish()
+        opened[0].discard()
+
+    yield _on_first_rank(begin)
     dist.barrier()
-    yield partial
-    dist.barrier()
-    if dist.get_rank() == 0:
-        os.replace(partial, directory)
-    dist.barrier()
+    _on_first_rank(end)
 
 
-def remove_partial(root: Path) -> None:
-    """Remove the partial directories under `root`; no rank may still be writing."""
-    for partial in root.glob(f"*{_SUFFIX}"):
-        shutil.rmtree(partial)
+def _on_first_rank(function: Callable[[], Path | None]) -> Any:
+    """What rank 0 gets from the function, which it alone calls, or its error, on every rank."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (PsrlError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result

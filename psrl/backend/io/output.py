@@ -13,12 +13,11 @@ from psrl.backend.execute import execute_plan
 from psrl.backend.execution import Execution
 from psrl.backend.launch import in_torchrun, run_ranks
 from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.core.files import remove_leftovers
 from psrl.core.plan.plan import Plan
 from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace
-
-from .new_directory import remove_partial
 
 
 def execution_metrics(plan: Plan, batch: SampleBatch, execution: Execution) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def execute_to_directory(
     except BaseException:
         # Under torchrun other ranks may still be writing; the next attempt replaces it.
         if options.checkpoint is not None and not in_torchrun():
-            remove_partial(options.checkpoint)
+            remove_leftovers(options.checkpoint)
         raise
 
 

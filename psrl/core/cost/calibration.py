@@ -3,7 +3,6 @@
 Machine-written JSON, made by `psrl calibrate`; docs/cost-model.md explains every coefficient.
 """
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from psrl.core.errors import ConfigError
+from psrl.core.files import write_file
 
 from .cluster import Amount, DeviceSpec, Spec
 
@@ -195,10 +195,7 @@ class Calibration(Spec):
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        partial = path.with_name(path.name + ".partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_file(path, self.model_dump_json(indent=1) + "\n")
 
 
 def load_calibration(path: Path) -> Calibration:

@@ -6,8 +6,6 @@ directory with `plan.json` and one Parquet file per table.
 """
 
 import json
-import os
-import shutil
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +19,7 @@ import pyarrow.parquet as pq
 from psrl.core.cost.calibration import Calibration
 from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig
 from psrl.core.errors import PlanError
+from psrl.core.files import IfExists, new_directory
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch, StrArray
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
@@ -223,23 +222,14 @@ class Plan:
         """Programs that a phase runs, in order."""
         return [p for p in self.programs if phase in p.phases]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, if_exists: IfExists = "error") -> None:
         """Write the plan directory; the same plan always gives the same bytes.
 
         Raises:
-            PlanError: if the directory exists.
+            ConfigError: see `new_directory`.
         """
-        if directory.exists():
-            raise PlanError(f"{directory} exists already", "choose another path or remove it")
-        partial = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        with new_directory(directory, if_exists) as partial:
             self._write(partial)
-        except BaseException:
-            shutil.rmtree(partial)
-            raise
-        os.replace(partial, directory)
 
     def _write(self, directory: Path) -> None:
         header = {

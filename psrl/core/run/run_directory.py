@@ -6,22 +6,21 @@ everything else is byte-identical for equal inputs and seed.
 
 import json
 import math
-import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from psrl.core.errors import ConfigError
+from psrl.core.files import IfExists as IfExists
+from psrl.core.files import NewDirectory
 
 RUN_SCHEMA_VERSION = 1
-IfExists = Literal["error", "overwrite"]
 
 _REPORTED_PACKAGES = ("numpy", "pyarrow", "simpy", "ortools", "torch", "megatron-core", "triton")
 
@@ -38,9 +37,10 @@ class RunDir:
         command: name of the psRL command.
         if_exists: refuse or replace an existing directory.
         details: further entries of the manifest, e.g. the trace hash and the seed.
+        inputs: what the command reads, which must not be replaced.
 
     Raises:
-        ConfigError: if the directory exists and `if_exists` is "error".
+        ConfigError: see `NewDirectory`; nothing has been computed yet.
     """
 
     def __init__(
@@ -49,21 +49,15 @@ class RunDir:
         command: str,
         if_exists: IfExists = "error",
         details: Mapping[str, Any] | None = None,
+        inputs: Iterable[Path] = (),
     ) -> None:
-        if path.exists() and if_exists == "error":
-            raise ConfigError(
-                f"run directory {path} exists already",
-                "choose another --name, or pass --if-exists overwrite",
-            )
-        self.final_path = path
-        self.path = path.with_name(path.name + ".partial")
+        self._new = NewDirectory(path, if_exists, inputs)
+        self.final_path, self.path = path, self._new.path
         self._command = command
         self._details = dict(details or {})
         self._started_s = 0.0
 
     def __enter__(self) -> "RunDir":
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
         self._started_s = time.time()
         return self
 
@@ -73,17 +67,12 @@ class RunDir:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
         try:
-            self._write_manifest()
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
-        if self.final_path.exists():
-            shutil.rmtree(self.final_path)
-        os.replace(self.path, self.final_path)
+            if kind is None:
+                self._write_manifest()
+                self._new.publish()
+        finally:
+            self._new.discard()
 
     def _write_manifest(self) -> None:
         self.write_json(

@@ -7,9 +7,7 @@ describes every column.
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psrl.core.errors import TraceError
+from psrl.core.files import new_directory
 
 from .sample import IntArray, SampleBatch
 
@@ -162,25 +161,23 @@ def write_trace(
     licence: str,
     sampling_mode: str,
     notes: str = "",
+    write_more: Callable[[Path], None] | None = None,
 ) -> Trace:
     """Write a trace directory, whole or not at all.
 
     All iterations must have the same symbol table.
 
+    Args:
+        write_more: writes further files into the directory that it is given.
+
     Raises:
-        TraceError: if the directory exists, an iteration is malformed, or there is no sample.
+        ConfigError: see `new_directory`.
+        TraceError: if an iteration is malformed, or there is no sample.
     """
-    if path.exists():
-        raise TraceError(f"{path} exists already", "choose another path or remove it")
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_directory(path) as partial:
         header = _write_tables(partial, iterations, source, licence, sampling_mode, notes)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
-    os.replace(partial, path)
+        if write_more is not None:
+            write_more(partial)
     return Trace(path, header)
 
 

@@ -4,8 +4,6 @@ Beside the trace lies `tokens.parquet` with what a trace holds no column for: ad
 logprobs of every trained token. `psrl execute --token-advantages` reads it.
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -70,24 +68,25 @@ class TraceExport:
             int(p.name.removeprefix(_PREFIX)) for p in self._directory.glob(_PREFIX + "*[0-9]")
         ]
         path = self._directory / f"{_PREFIX}{max(numbers, default=-1) + 1:06d}"
-        partial = path.with_name(path.name + ".new")
-        shutil.rmtree(partial, ignore_errors=True)
         batch = _concatenate(self._batches)
         notes = ["one trajectory per sample: veRL's workers do not know the sessions"]
         if self._num_left_out:
             notes.append(f"{self._num_left_out} samples without a trained token left out")
+
+        def write_tokens(directory: Path) -> None:
+            pq.write_table(self._token_table(batch), directory / TOKENS_FILE, compression="zstd")
+
         trace = write_trace(
-            partial,
+            path,
             [batch],
             source="veRL training batch",
             licence="private",
             sampling_mode="recorded",
             notes="; ".join(notes),
+            write_more=write_tokens,
         )
-        pq.write_table(self._token_table(batch), partial / TOKENS_FILE, compression="zstd")
-        os.replace(partial, path)
         self.__init__(self._directory)  # type: ignore[misc]
-        return Trace(path, trace.header)
+        return trace
 
     def _token_table(self, batch: SampleBatch) -> pa.Table:
         count = np.diff(batch.loss_spans, axis=1)[:, 0]
