@@ -19,10 +19,9 @@ from psrl.analysis.simulated_vs_measured import agreement
 from psrl.backend.execution import concatenate_events
 from psrl.backend.train.options import ExecuteOptions
 from psrl.cli.execute_commands import execute_run
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.config import Setup, load_setup
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.trace import Trace, open_trace, write_trace
 from psrl.planner import PlanningProblem, make_plan
 from psrl.sim import simulate

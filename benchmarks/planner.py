@@ -10,7 +10,8 @@ import numpy as np
 
 from psrl.core.cost.cluster import ClusterSpec, ParallelConfig
 from psrl.core.cost.presets import DEVICES, MODELS
-from psrl.core.plan.plan import MicroBatches, Plan
+from psrl.core.plan.plan import Plan
+from psrl.core.plan.tables import MicroBatches
 from psrl.core.run.config import PlanningConfig, Setup
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.core.samples.trace import open_trace
@@ -185,7 +186,7 @@ def few_leaves() -> list[Measurement]:
     ):
         for policy in ("psrl", "optimal"):
             run = planned(batch, ranks, policy)
-            (source,) = run.plan.options["bound"]
+            (source,) = run.plan.options.bound
             gap = run.percent("placement_gap")
             rows.append(Measurement(f"{what}, {policy}: placement gap ({source})", gap, "%"))
             rows.append(Measurement(f"{what}, {policy}: CPU time", run.time_s, "s"))

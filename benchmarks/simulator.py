@@ -10,9 +10,8 @@ import numpy as np
 
 from psrl.core.cost.cluster import ClusterSpec, ParallelConfig
 from psrl.core.cost.presets import DEVICES, MODELS
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.config import PlanningConfig, Setup
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.planner import PlanningProblem, make_plan
 from psrl.sim import SimOptions, simulate

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from psrl.core.plan.packing import LossEdges, loss_edges, rows_of_nodes, visible_pairs
-from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
+from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import Op, eager_backward_order, fill_counts, forward_needs, interleave
+from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.samples.sample import IntArray, SampleBatch, make_batch
 from psrl.core.tree.prefix_tree import PrefixTree
 

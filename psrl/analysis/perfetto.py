@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import SampleBatch
 
 _MICROSECONDS = 1e6

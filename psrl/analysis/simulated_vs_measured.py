@@ -10,8 +10,8 @@ import pandas as pd
 from scipy.stats import kendalltau
 
 from psrl.core.errors import ConfigError
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.run.run_directory import read_json
 
 from .tables import aligned

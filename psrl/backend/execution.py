@@ -7,8 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from psrl.backend.train.inputs import LossTokens
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import FloatArray
 
 

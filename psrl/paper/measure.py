@@ -10,9 +10,9 @@ import numpy as np
 
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import InfeasibleError
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES, run_metrics
+from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch
 
 from .scenarios import Assumptions, Scenario

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from psrl.core.cost.cluster import Spec
 from psrl.core.errors import ConfigError, suggest
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.config import Setup, load_setup, parse
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import SampleBatch
 from psrl.traces.synth import SYNTH_MODES, Distribution, SynthSpec, load_spec, synthesise
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.plan.check_plan import check_plan
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan, PlanOptions
 from psrl.planner.bounds.forced_copies import Bound
 from psrl.planner.micro_batching.assemble import BuiltProgram
 from psrl.planner.policies.find_policy import find_policy
@@ -37,10 +37,10 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
         trace_hash=problem.trace_hash,
         iteration=problem.iteration,
         policy=policy,
-        options={
-            **setup.planning.model_dump(),
-            "bound": [d.bound.source for d in decided],
-        },
+        options=PlanOptions(
+            **setup.planning.model_dump(), bound=tuple(d.bound.source for d in decided)
+        ),
+        phases=tuple(p for p in PHASES if p in problem.phases),
         model=setup.model,
         cluster=setup.cluster,
         parallel=setup.parallel,

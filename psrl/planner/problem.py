@@ -10,8 +10,8 @@ from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, suggest
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.config import Setup
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.loss_rows import LossRows, loss_rows
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree

@@ -10,9 +10,8 @@ import numpy as np
 
 from psrl.core.errors import PlanError
 from psrl.core.plan.packing import visible_pairs
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 

@@ -17,7 +17,8 @@ from psrl.core.cost.calibration import Coefficients, load_calibration
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
 from psrl.core.plan.memory_ledger import MemoryState
-from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
+from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.run.events import EventLog, Events
 
 MODEL = ModelSpec(
@@ -109,7 +110,8 @@ def make_plan(
         trace_hash="0" * 64,
         iteration=0,
         policy="psrl",
-        options={},
+        options=PlanOptions(),
+        phases=PHASES,
         model=MODEL.model_copy(update={"num_layers": num_layers}),
         cluster=cluster,
         parallel=ParallelConfig(),

@@ -18,7 +18,8 @@ from psrl.backend.train.loss import LossOptions
 from psrl.backend.train.options import ExecuteOptions
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.plan.check_ops import check_op_patterns
-from psrl.core.plan.plan import MicroBatches, Program
+from psrl.core.plan.plan import Program
+from psrl.core.plan.tables import MicroBatches
 from psrl.core.run.config import PlanningConfig
 from psrl.core.samples.sample import make_batch
 from psrl.core.samples.trace import Trace, write_trace

@@ -23,7 +23,7 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
 from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.schedule import Op, stage_ops
 from psrl.core.run.config import PlanningConfig, Setup
 from psrl.core.run.events import Events
@@ -91,7 +91,8 @@ def make_plan(
         trace_hash=trace.content_hash,
         iteration=0,
         policy="random",
-        options={},
+        options=PlanOptions(),
+        phases=PHASES,
         model=model,
         cluster=cluster,
         parallel=parallel,

@@ -22,7 +22,8 @@ from psrl.backend.train.loss import LossOptions
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
 from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.plan import Program, Schedule
+from psrl.core.plan.plan import Program
+from psrl.core.plan.tables import Schedule
 from psrl.core.samples.sample import make_batch
 from tests.backend.alone import SampleAlone, train_alone
 from tests.backend.cases import (

@@ -6,16 +6,8 @@ import numpy as np
 
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.cost.presets import DEVICES
-from psrl.core.plan.plan import (
-    Assignments,
-    Blocks,
-    MicroBatches,
-    Plan,
-    Program,
-    Schedule,
-    Segments,
-    Table,
-)
+from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments, Table
 from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import RandomProgram, random_batch, random_program
 
@@ -73,7 +65,8 @@ def wrap(
         trace_hash="0" * 64,
         iteration=0,
         policy="random",
-        options={"seed": 1},
+        options=PlanOptions(seed=1),
+        phases=tuple(phase for phase in PHASES if any(phase in p.phases for p in programs)),
         model=MODEL,
         cluster=cluster(parallel.world_size, memory_bytes),
         parallel=parallel,
@@ -165,8 +158,9 @@ def hand_program() -> Program:
             micro_batch=np.array([0, 1]),
             start_row=np.array([0, 0]),
             num_tokens=np.array([2, 1]),
-            allocated_tokens=np.array([4, 1]),
+            allocated_tokens=np.array([4, 4]),
             release_op=np.array(["backward", "backward"]),
             release_micro_batch=np.array([0, 1]),
         ),
+        block_tokens=4,
     )

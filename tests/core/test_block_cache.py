@@ -5,8 +5,8 @@ import pytest
 
 from psrl.core.errors import PlanError
 from psrl.core.plan.block_cache import BlockCache
-from psrl.core.plan.plan import Blocks
 from psrl.core.plan.schedule import Op
+from psrl.core.plan.tables import Blocks
 
 
 def table(*rows: tuple[int, int, int, str, int]) -> Blocks:

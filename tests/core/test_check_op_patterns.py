@@ -12,7 +12,8 @@ from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import PlanError
 from psrl.core.plan.check_ops import check_op_patterns
 from psrl.core.plan.check_plan import check_plan
-from psrl.core.plan.plan import MicroBatches, Plan, Program, Schedule
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.tables import MicroBatches, Schedule
 from tests.core.cases import wrap
 from tests.random_plans import RandomProgram, random_batch, random_program
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from psrl.core.errors import InfeasibleError, PlanError, PsrlError
 from psrl.core.plan import check_ops
 from psrl.core.plan.check_plan import check_plan
-from psrl.core.plan.plan import Blocks, Program
+from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import Op
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import make_batch
 from tests.core.cases import (
     hand_batch,

@@ -53,13 +53,13 @@ def test_last_stage_by_hand() -> None:
         kept + again,
         kept,
     ]
-    # Block 0 takes 4 allocated tokens from F0 to B0, block 1 one from F1 to B1.
-    assert [s.kv_bytes for s in found] == [4 * KV, *[5 * KV] * 5, 4 * KV]
+    # Block 0 takes 4 allocated tokens from F0 to B0, block 1 four from F1 to B1.
+    assert [s.kv_bytes for s in found] == [4 * KV, *[8 * KV] * 5, 4 * KV]
     assert [s.kv_gradient_bytes for s in found] == [
         0,
         0,
         0,
-        *[5 * KV_GRADIENT] * 3,
+        *[8 * KV_GRADIENT] * 3,
         4 * KV_GRADIENT,
     ]
     assert [s.logits_bytes for s in found] == [n * LOGITS for n in (2, 1, 0, 0, 1, 1, 2)]

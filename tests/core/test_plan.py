@@ -1,6 +1,7 @@
 """Plan directories: exact round trip, same bytes, and errors for what is not a plan."""
 
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from psrl.core.errors import ConfigError, PlanError
-from psrl.core.plan.plan import Blocks, MicroBatches, Plan
+from psrl.core.plan.plan import Plan
+from psrl.core.plan.tables import Blocks, MicroBatches
 from tests.core.cases import random_case, wrap
 
 TABLES = ("assignments", "segments", "micro_batches", "schedule", "blocks")
@@ -68,8 +70,8 @@ def test_existing_directory_is_kept(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_saving_fails(tmp_path: Path) -> None:
-    plan = replace(two_program_plan(), options={"bad": object()})
-    with pytest.raises(TypeError):
+    plan = replace(two_program_plan(), predicted={"makespan_s": math.nan})
+    with pytest.raises(PlanError, match=r"plan: predicted\.makespan_s = nan"):
         plan.save(tmp_path / "plan")
     assert list(tmp_path.iterdir()) == []
 
@@ -93,12 +95,23 @@ def test_header_that_is_no_header(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("schema_version", 2, "schema version 2, this psRL reads 1"),
+        ("schema_version", 3, "schema version 3, this psRL reads 2"),
+        ("schema_version", "2", "schema version '2', this psRL reads 2"),
+        ("schema_version", True, "schema version True"),
         ("schema_version", None, "schema version None"),
-        ("model", {"name": "x"}, "damaged plan"),
-        ("programs", 5, "damaged plan"),
-        ("programs", [], "does not list"),
-        ("policy", ..., "damaged plan"),
+        ("model", {"name": "x"}, r"key 'model\.num_layers' is missing"),
+        ("programs", 5, "programs = 5"),
+        ("programs", [], r"rows of programs 0\.\.1, plan\.json lists 0"),
+        ("policy", ..., "key 'policy' is missing"),
+        ("polcy", "psrl", r"unknown key 'polcy'\. Did you mean 'policy'"),
+        ("predicted", {"makespan_s": "1.5"}, r"predicted\.makespan_s = '1\.5'"),
+        ("predicted", {"makespan_s": math.inf}, "Infinity is no number"),
+        ("iteration", 0.0, "iteration = 0.0"),
+        ("iteration", -1, "iteration = -1"),
+        ("trace_hash", "0", "trace_hash = '0'"),
+        ("options", {"sed": 0}, r"unknown key 'options\.sed'\. Did you mean 'seed'"),
+        ("options", {"memory_fraction": 2.0}, r"options\.memory_fraction = 2\.0"),
+        ("calibration", {"schema_version": 2}, r"calibration\.schema_version = 2"),
     ],
 )
 def test_changed_header(tmp_path: Path, key: str, value: object, message: str) -> None:

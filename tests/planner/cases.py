@@ -56,7 +56,7 @@ def make_setup(
 def problem_of(
     batch: SampleBatch, setup: Setup, phases: tuple[str, ...] = ("log_old_prob", "update")
 ) -> PlanningProblem:
-    return PlanningProblem(batch, "hash", 0, setup, phases)
+    return PlanningProblem(batch, "0" * 64, 0, setup, phases)
 
 
 def update_of(batch: SampleBatch, setup: Setup):

@@ -134,4 +134,4 @@ def test_optimal_is_never_slower_than_psrl_and_says_what_proves_it(num_ranks: in
     assert best.predicted["makespan_s"] <= ours.predicted["makespan_s"]
     assert best.predicted["lower_bound_s"] >= ours.predicted["lower_bound_s"]
     assert best.predicted["placement_gap"] >= 0.0
-    assert len(best.options["bound"]) == 1
+    assert len(best.options.bound) == 1

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 from psrl.core.cost.cluster import Amount, ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Plan, Program, Schedule, Segments
+from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.schedule import Op, interleave
+from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import random_batch, random_program
 
@@ -91,7 +92,9 @@ def make_plan(
         inter_host_latency_s=1e-5,
     )
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, data_parallel_size=num_ranks)
-    return Plan("hash", 0, "test", {}, MODEL, cluster, parallel, tuple(programs))
+    phases = tuple(phase for phase in PHASES if any(phase in p.phases for p in programs))
+    options = PlanOptions()
+    return Plan("hash", 0, "test", options, phases, MODEL, cluster, parallel, tuple(programs))
 
 
 def chains_batch(num_tokens: Sequence[int]) -> SampleBatch:

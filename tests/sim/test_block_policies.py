@@ -12,8 +12,9 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.plan import Blocks, Plan
+from psrl.core.plan.plan import Plan
 from psrl.core.plan.schedule import Op
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim import simulate
 from psrl.sim.blocks.block_effects import apply_block_policy

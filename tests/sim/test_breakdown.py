@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.errors import PlanError
-from psrl.core.plan.plan import Plan
-from psrl.core.run.metrics import PHASES, run_metrics
+from psrl.core.plan.plan import PHASES, Plan
+from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim import OutOfMemory, SimOptions, sharing_bounds, simulate, speedup_factors
 from psrl.sim.blocks.block_effects import apply_block_policy

@@ -7,8 +7,8 @@ import numpy as np
 
 from psrl.core.cost.calibration import Calibration, Coefficients, Domain, ErrorRow
 from psrl.core.errors import ConfigError
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import FloatArray, IntArray
 
 from .errors import cross_validate, error_row, error_table, group_folds

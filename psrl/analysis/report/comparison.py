@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from psrl.core.errors import ConfigError, suggest
+from psrl.core.plan.plan import PHASES
 from psrl.core.run.config import Setup
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.run.run_directory import read_json
 
 from .merge_warnings import merge_warnings

@@ -8,8 +8,7 @@ from psrl.backend.model.moe import RouterOptions
 from psrl.core.cost.cluster import check_layout
 from psrl.core.errors import BackendError, PlanError
 from psrl.core.plan.check_ops import check_op_patterns
-from psrl.core.plan.plan import Plan
-from psrl.core.run.metrics import PHASES
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.samples.trace import Trace
 from psrl.kernels.attention.tree_attention import Implementation
 

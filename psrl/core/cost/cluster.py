@@ -13,9 +13,11 @@ Amount = npt.NDArray[np.float64] | float
 
 
 class Spec(BaseModel):
-    """Base of all specifications: frozen, unknown keys refused, numbers not coerced from text."""
+    """Base of all specifications: frozen, finite numbers not coerced from text, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class ModelSpec(Spec):

@@ -10,8 +10,8 @@ from collections import defaultdict
 from psrl.core.errors import PlanError
 
 from .block_allocator import BlockAllocator, Extent
-from .plan import Blocks
 from .schedule import Op
+from .tables import Blocks
 
 
 class BlockCache:

@@ -12,7 +12,8 @@ from psrl.core.samples.sample import IntArray
 from psrl.core.tree.loss_rows import RowUnion
 from psrl.core.tree.prefix_tree import PrefixTree
 
-from .plan import Blocks, MicroBatches, Program, Schedule, Segments, Table
+from .plan import Program
+from .tables import Blocks, MicroBatches, Schedule, Segments, Table
 
 T = TypeVar("T", bound=Table)
 

@@ -6,130 +6,78 @@ directory with `plan.json` and one Parquet file per table.
 """
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
+from pydantic import Field, ValidationError
 
 from psrl.core.cost.calibration import Calibration
-from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig, Spec
 from psrl.core.errors import PlanError
 from psrl.core.files import IfExists, new_directory
-from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch, StrArray
+from psrl.core.run.config import PlanningConfig, problem_lines
+from psrl.core.samples.sample import SampleBatch
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .schedule import Op
+from .tables import (
+    TABLES,
+    Assignments,
+    Blocks,
+    MicroBatches,
+    Schedule,
+    Segments,
+    T,
+    Table,
+    read_programs,
+    write_programs,
+)
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
 
-T = TypeVar("T", bound="Table")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Equal-length columns, one row per entry of one rank; subclasses name the others."""
-
-    rank: IntArray
-
-    def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
-
-    def rows(self: T, index: npt.NDArray[Any] | slice) -> T:
-        """The table of the chosen rows."""
-        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
-
-    @classmethod
-    def concatenate(cls: type[T], parts: list[T]) -> T:
-        """All rows of several tables of this class, in order."""
-        if not parts:
-            return cls.empty()
-        return cls(
-            **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)}
-        )
-
-    @classmethod
-    def empty(cls: type[T]) -> T:
-        return cls(**{f.name: np.empty(0, _DTYPES[_type_name(f.type)]) for f in fields(cls)})
+PHASES = ("log_old_prob", "reference", "update")
+"""What a plan may run, in the order of an RL iteration."""
 
 
-_DTYPES = {"IntArray": np.int64, "FloatArray": np.float64, "StrArray": np.str_}
+class PlanOptions(PlanningConfig):
+    """What the policy was asked for, and why no plan can be faster than its bound.
 
-
-def _type_name(annotation: Any) -> str:
-    if annotation is IntArray:
-        return "IntArray"
-    return "FloatArray" if annotation is FloatArray else "StrArray"
-
-
-@dataclass(frozen=True)
-class Assignments(Table):
-    """Where each sample is trained, and with whom it may share."""
-
-    sample: IntArray
-    share_key: IntArray
-
-
-@dataclass(frozen=True)
-class Segments(Table):
-    """Tokens of a tree node computed by one micro-batch; rows of a micro-batch in pre-order."""
-
-    micro_batch: IntArray
-    node: IntArray
-    start_depth: IntArray
-    num_tokens: IntArray
-
-
-@dataclass(frozen=True)
-class MicroBatches(Table):
-    """Size and predicted time of each micro-batch; `activation` is keep | recompute | drop."""
-
-    micro_batch: IntArray
-    activation: StrArray
-    num_tokens: IntArray
-    pairs: IntArray
-    head_tokens: IntArray
-    forward_s: FloatArray
-    backward_s: FloatArray
-
-
-@dataclass(frozen=True)
-class Schedule(Table):
-    """Op list of the last pipeline stage of each rank, in order."""
-
-    op: StrArray
-    micro_batch: IntArray
-
-
-@dataclass(frozen=True)
-class Blocks(Table):
-    """Cached keys and values: rows `[start_row, start_row + num_tokens)` of a micro-batch.
-
-    A block is allocated by its micro-batch's forward, with `allocated_tokens >= num_tokens`
-    (fixed-size allocation rounds up), and released after op `release_op` of
-    `release_micro_batch`; `release_op` "end" keeps it to the end of the program.
+    Attributes:
+        bound: of each program, what proves its lower bound.
     """
 
-    block: IntArray
-    micro_batch: IntArray
-    start_row: IntArray
-    num_tokens: IntArray
-    allocated_tokens: IntArray
-    release_op: StrArray
-    release_micro_batch: IntArray
+    bound: tuple[str, ...] = ()
 
 
-_TABLES: dict[str, type[Table]] = {
-    "assignments": Assignments,
-    "segments": Segments,
-    "micro_batches": MicroBatches,
-    "schedule": Schedule,
-    "blocks": Blocks,
-}
+class ProgramHeader(Spec):
+    """What plan.json says about a program; see `Program`."""
+
+    phases: tuple[str, ...]
+    is_update: bool
+    mini_batch: int
+    granularity_tokens: int
+    block_tokens: int
+
+
+class PlanHeader(Spec):
+    """Contents of plan.json; see `Plan`."""
+
+    schema_version: int
+    trace_hash: str = Field(pattern="^[0-9a-f]{64}$")
+    iteration: int = Field(ge=0)
+    policy: str = Field(min_length=1)
+    options: PlanOptions
+    phases: tuple[str, ...]
+    model: ModelSpec
+    cluster: ClusterSpec
+    parallel: ParallelConfig
+    predicted: dict[str, float]
+    calibration: Calibration | None
+    programs: tuple[ProgramHeader, ...]
 
 
 @dataclass(frozen=True)
@@ -141,6 +89,8 @@ class Program:
         is_update: whether backward ops follow; all samples of an update share one mini_batch.
         mini_batch: optimizer step of an update; -1 for forward-only programs.
         granularity_tokens: prefixes are shared in whole blocks of this many tokens.
+        block_tokens: cached blocks are allocated in whole multiples of this; 1 allocates what is
+            cached.
     """
 
     phases: tuple[str, ...]
@@ -152,11 +102,12 @@ class Program:
     micro_batches: MicroBatches
     schedule: Schedule
     blocks: Blocks
+    block_tokens: int = 1
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """The five tables, in the order of the files on disk."""
-        return tuple(getattr(self, name) for name in _TABLES)
+        return tuple(getattr(self, name) for name in TABLES)
 
     def tree(self, batch: SampleBatch) -> PrefixTree:
         """The prefix tree that `segments.node` refers to.
@@ -199,14 +150,17 @@ class Plan:
     Attributes:
         trace_hash: content hash of the trace; `iteration` is the index inside it.
         policy: name of the scheduling policy; `options` its parameters.
-        predicted: metrics predicted by the planner (docs/metrics.md names them).
+        phases: what the plan runs, some of `PHASES` in that order.
+        predicted: metrics predicted by the planner (docs/metrics.md names them); empty for a plan
+            that states none.
         calibration: of the cost model that times were predicted with; None for the roofline.
     """
 
     trace_hash: str
     iteration: int
     policy: str
-    options: dict[str, Any]
+    options: PlanOptions
+    phases: tuple[str, ...]
     model: ModelSpec
     cluster: ClusterSpec
     parallel: ParallelConfig
@@ -227,118 +181,128 @@ class Plan:
 
         Raises:
             ConfigError: see `new_directory`.
+            PlanError: if the plan cannot be told in plan.json.
         """
         with new_directory(directory, if_exists) as partial:
             self._write(partial)
 
-    def _write(self, directory: Path) -> None:
-        header = {
-            "schema_version": PLAN_SCHEMA_VERSION,
-            "trace_hash": self.trace_hash,
-            "iteration": self.iteration,
-            "policy": self.policy,
-            "options": self.options,
-            "model": self.model.model_dump(),
-            "cluster": self.cluster.model_dump(),
-            "parallel": self.parallel.model_dump(),
-            "predicted": self.predicted,
-            "calibration": self.calibration and self.calibration.model_dump(mode="json"),
-            "programs": [
-                {
-                    "phases": list(p.phases),
-                    "is_update": p.is_update,
-                    "mini_batch": p.mini_batch,
-                    "granularity_tokens": p.granularity_tokens,
-                }
-                for p in self.programs
-            ],
-        }
-        text = json.dumps(header, indent=1, sort_keys=True)
-        (directory / "plan.json").write_text(text + "\n", encoding="utf-8")
-        for name, table_class in _TABLES.items():
-            columns: dict[str, Any] = {
-                "program": np.repeat(
-                    np.arange(len(self.programs)), [len(getattr(p, name)) for p in self.programs]
+    def _header(self) -> PlanHeader:
+        return PlanHeader(
+            schema_version=PLAN_SCHEMA_VERSION,
+            trace_hash=self.trace_hash,
+            iteration=self.iteration,
+            policy=self.policy,
+            options=self.options,
+            phases=self.phases,
+            model=self.model,
+            cluster=self.cluster,
+            parallel=self.parallel,
+            predicted=self.predicted,
+            calibration=self.calibration,
+            programs=tuple(
+                ProgramHeader(
+                    phases=p.phases,
+                    is_update=p.is_update,
+                    mini_batch=p.mini_batch,
+                    granularity_tokens=p.granularity_tokens,
+                    block_tokens=p.block_tokens,
                 )
-            }
-            merged = table_class.concatenate([getattr(p, name) for p in self.programs])
-            columns |= {f.name: getattr(merged, f.name) for f in fields(merged)}
-            pq.write_table(pa.table(columns), directory / f"{name}.parquet", compression="zstd")
+                for p in self.programs
+            ),
+        )
+
+    def _write(self, directory: Path) -> None:
+        try:
+            raw = self._header().model_dump(mode="json")
+        except ValidationError as error:
+            lines = problem_lines(PlanHeader, error, "plan")
+            raise PlanError("\n".join(lines), "plan.json could not say this") from None
+        text = json.dumps(raw, indent=1, sort_keys=True, allow_nan=False)
+        (directory / "plan.json").write_text(text + "\n", encoding="utf-8")
+        for name, table_class in TABLES.items():
+            parts: list[Table] = [getattr(p, name) for p in self.programs]
+            write_programs(directory / f"{name}.parquet", parts, table_class)
 
     @classmethod
     def load(cls, directory: Path) -> "Plan":
         """Read a plan directory.
 
         Raises:
-            PlanError: if it is not a plan of this schema.
+            PlanError: if it is not a plan of this schema, with the command that renews an old one.
         """
-        path = directory / "plan.json"
+        header = _read_header(directory)
         try:
-            header = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
+            tables = {
+                name: read_programs(
+                    directory / f"{name}.parquet", table_class, len(header.programs)
+                )
+                for name, table_class in TABLES.items()
+            }
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise PlanError(
-                f"{directory} is not a plan: it has no plan.json", "make one with `psrl plan`"
+                f"{directory}: damaged plan ({error})", "make the plan again with `psrl plan`"
             ) from None
-        except ValueError as error:
-            raise PlanError(f"{path}: not valid JSON ({error})") from None
-        if not isinstance(header, dict):
-            raise PlanError(f"{path}: holds no JSON object")
-        version = header.get("schema_version")
-        if version != PLAN_SCHEMA_VERSION:
-            raise PlanError(
-                f"{path}: schema version {version}, this psRL reads {PLAN_SCHEMA_VERSION}",
-                "make the plan again with this version",
+        programs = tuple(
+            Program(
+                phases=p.phases,
+                is_update=p.is_update,
+                mini_batch=p.mini_batch,
+                granularity_tokens=p.granularity_tokens,
+                block_tokens=p.block_tokens,
+                **{name: tables[name][i] for name in TABLES},  # type: ignore[arg-type]
             )
-        tables: dict[str, list[Table]] = {}
-        try:
-            for name, table_class in _TABLES.items():
-                tables[name] = _read_programs(
-                    directory / f"{name}.parquet", table_class, len(header["programs"])
-                )
-            programs = tuple(
-                Program(
-                    tuple(p["phases"]),
-                    p["is_update"],
-                    p["mini_batch"],
-                    p["granularity_tokens"],
-                    *(tables[name][i] for name in _TABLES),  # type: ignore[arg-type]
-                )
-                for i, p in enumerate(header["programs"])
-            )
-            return cls(
-                trace_hash=header["trace_hash"],
-                iteration=header["iteration"],
-                policy=header["policy"],
-                options=header["options"],
-                model=ModelSpec.model_validate(header["model"]),
-                cluster=ClusterSpec.model_validate(header["cluster"]),
-                parallel=ParallelConfig.model_validate(header["parallel"]),
-                programs=programs,
-                predicted=header["predicted"],
-                calibration=_calibration(header["calibration"]),
-            )
-        except (KeyError, OSError, TypeError, ValueError, pa.ArrowException) as error:
-            raise PlanError(
-                f"{directory}: damaged plan ({type(error).__name__}: {error})",
-                "make the plan again with `psrl plan`",
-            ) from error
+            for i, p in enumerate(header.programs)
+        )
+        return cls(
+            trace_hash=header.trace_hash,
+            iteration=header.iteration,
+            policy=header.policy,
+            options=header.options,
+            phases=header.phases,
+            model=header.model,
+            cluster=header.cluster,
+            parallel=header.parallel,
+            programs=programs,
+            predicted=header.predicted,
+            calibration=header.calibration,
+        )
 
 
-def _calibration(raw: Any) -> Calibration | None:
-    return None if raw is None else Calibration.model_validate_json(json.dumps(raw))
+def _read_header(directory: Path) -> PlanHeader:
+    path = directory / "plan.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text, parse_constant=_refuse_constant)
+    except OSError:
+        raise PlanError(
+            f"{directory} is not a plan: it has no plan.json", "make one with `psrl plan`"
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise PlanError(f"{path}: holds no JSON object")
+    version = raw.get("schema_version")
+    if version != PLAN_SCHEMA_VERSION or isinstance(version, bool):
+        raise PlanError(
+            f"{path}: schema version {version!r}, this psRL reads {PLAN_SCHEMA_VERSION}",
+            f"make the plan again: {_renewal(raw)}",
+        )
+    try:
+        return PlanHeader.model_validate_json(text)
+    except ValidationError as error:
+        lines = problem_lines(PlanHeader, error, str(path))
+        raise PlanError("\n".join(lines), "make the plan again with `psrl plan`") from None
 
 
-def _read_programs(path: Path, table_class: type[T], num_programs: int) -> list[T]:
-    arrow = pq.read_table(path)
-    program = arrow["program"].to_numpy()
-    if len(program) and not 0 <= program.min() <= program.max() < num_programs:
-        raise ValueError(f"{path.name} has rows of a program that plan.json does not list")
-    columns = {}
-    for f in fields(table_class):
-        dtype = _DTYPES[_type_name(f.type)]
-        values = arrow[f.name].to_numpy()
-        if (values.dtype == object) != (dtype is np.str_):
-            raise TypeError(f"column {f.name} of {path.name} holds {arrow[f.name].type}")
-        columns[f.name] = values.astype(dtype, casting="unsafe" if dtype is np.str_ else "safe")
-    whole = table_class(**columns)
-    return [whole.rows(np.flatnonzero(program == i)) for i in range(num_programs)]
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _renewal(raw: dict[str, Any]) -> str:
+    """The command that makes a plan of another schema again, as far as its header says."""
+    command = "psrl plan --trace TRACE --cluster CLUSTER.toml --out NEW_PLAN"
+    if isinstance(raw.get("policy"), str):
+        command += f" --policy {raw['policy']}"
+    if isinstance(raw.get("iteration"), int):
+        command += f" --iteration {raw['iteration']}"
+    return command

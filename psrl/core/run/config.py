@@ -2,7 +2,7 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -86,26 +86,37 @@ def parse(schema: type[S], raw: dict[str, Any], where: str) -> S:
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            key = ".".join(str(part) for part in problem["loc"])
-            if problem["type"] == "extra_forbidden":
-                known = _known_keys(schema, problem["loc"][:-1])
-                hint = suggest(str(problem["loc"][-1]), known)
-                lines.append(f"{where}: unknown key '{key}'.{hint}")
-            elif problem["type"] == "missing":
-                lines.append(f"{where}: key '{key}' is missing")
-            else:
-                lines.append(f"{where}: {key} = {problem['input']!r}: {problem['msg']}")
+        lines = problem_lines(schema, error, where)
         raise ConfigError("\n".join(lines), "see examples/clusters for complete files") from None
 
 
+def problem_lines(schema: type[BaseModel], error: ValidationError, where: str) -> list[str]:
+    """A line for each wrong key, with a suggestion for a mistyped one."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(schema, problem["loc"][:-1])
+            hint = suggest(str(problem["loc"][-1]), known)
+            lines.append(f"{where}: unknown key '{key}'.{hint}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: key '{key}' is missing")
+        else:
+            lines.append(f"{where}: {key} = {problem['input']!r}: {problem['msg']}")
+    return lines
+
+
 def _known_keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the table at a location; a number in it is the place in a list of tables."""
     for part in location:
-        annotation = schema.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if isinstance(part, int):
+            continue
+        annotation = schema.model_fields[part].annotation
+        inner = [annotation, *get_args(annotation)]
+        tables = [a for a in inner if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not tables:
             return []
-        schema = annotation
+        schema = tables[0]
     return list(schema.model_fields)
 
 

@@ -5,13 +5,11 @@ from typing import Any
 import numpy as np
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
 
 from .events import Events
-
-PHASES = ("log_old_prob", "reference", "update")
 
 
 def sharing_metrics(batch: SampleBatch) -> dict[str, Any]:

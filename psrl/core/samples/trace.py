@@ -141,7 +141,9 @@ def open_trace(path: Path) -> Trace:
     version = raw.pop("schema_version", None)
     if version != TRACE_SCHEMA_VERSION:
         raise TraceError(
-            f"{header_path}: schema version {version}, this psRL reads {TRACE_SCHEMA_VERSION}"
+            f"{header_path}: schema version {version!r}, this psRL reads {TRACE_SCHEMA_VERSION}",
+            f"make the trace again: psrl trace import FILE --out NEW_TRACE (its source is "
+            f"{raw.get('source', 'not stated')!r})",
         )
     stated = raw.pop("content_hash", None)
     try:

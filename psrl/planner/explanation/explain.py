@@ -136,7 +136,7 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
                     peak_bytes=peak_bytes(mine, tree, memory),
                 )
             )
-    sources = plan.options.get("bound", [])
+    sources = plan.options.bound
     slowest = max(groups, key=lambda group: group.path.time_s)
     return ProgramReport(
         phases=program.phases,
@@ -169,7 +169,7 @@ def _activations(
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
     sizes = activation_bytes(slowest, tree, memory)
     again_s = layer_forward_s(slowest, cost, plan.parallel.pipeline_model_parallel_size)
-    limit = plan.cluster.device.memory_bytes * plan.options.get("memory_fraction", 1.0)
+    limit = plan.cluster.device.memory_bytes * plan.options.memory_fraction
     # Full recompute of all layers is what the set-up demands, and the least that can be repeated.
     demanded = plan.parallel.recompute == "full"
     best = None if demanded else least_repeated(sizes, again_s, limit)

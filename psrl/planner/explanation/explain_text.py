@@ -28,7 +28,7 @@ def _format_program(plan: Plan, report: ProgramReport) -> list[str]:
     what = f"mini-batch {report.mini_batch}" if report.mini_batch >= 0 else "whole batch"
     mean_s = sum(r.time_s for r in ranks) / len(ranks)
     duplicated = sum(r.duplicated_tokens for r in ranks)
-    limit = plan.cluster.device.memory_bytes * plan.options.get("memory_fraction", 1.0)
+    limit = plan.cluster.device.memory_bytes * plan.options.memory_fraction
     fullest = max(ranks, key=lambda r: r.peak_bytes)
     critical = report.critical
     shares = {**critical.op_s, "message": critical.message_s}

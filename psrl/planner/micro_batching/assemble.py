@@ -12,7 +12,7 @@ import numpy as np
 
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.plan.packing import visible_pairs
-from psrl.core.plan.plan import Assignments, Blocks, MicroBatches, Program, Schedule, Segments
+from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import (
     Op,
     OpKind,
@@ -22,6 +22,7 @@ from psrl.core.plan.schedule import (
     pipeline_timing,
     stage_ops,
 )
+from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 from psrl.planner.placement.placement import Placement, RankSegments, segment_tree
 
@@ -110,6 +111,7 @@ def build_rank(
             np.array([op.micro_batch for op in ops], np.int64),
         ),
         blocks=blocks,
+        block_tokens=placement.granularity_tokens if caching == "everything" else 1,
     )
     cost = placement.problem.cost_model
     durations = stage_durations(cost, table, placement.problem.num_stages)
@@ -281,5 +283,6 @@ def join_ranks(placement: Placement, ranks: list[BuiltRank]) -> BuiltProgram:
         micro_batches=MicroBatches.concatenate([p.micro_batches for p in parts]),
         schedule=Schedule.concatenate([p.schedule for p in parts]),
         blocks=Blocks.concatenate([p.blocks for p in parts]),
+        block_tokens=parts[0].block_tokens,
     )
     return BuiltProgram(program, tuple(ranks))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from psrl.core.plan.plan import Blocks
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import IntArray
 from psrl.planner.placement.placement import Placement, RankSegments
 

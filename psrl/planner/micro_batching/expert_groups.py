@@ -11,8 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from psrl.core.cost.cost_model import CostModel
-from psrl.core.plan.plan import MicroBatches, Program, Schedule
+from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import OpKind
+from psrl.core.plan.tables import MicroBatches, Schedule
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.planner.placement.placement import RankSegments, segment_tree

@@ -7,8 +7,9 @@ import numpy as np
 
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
-from psrl.core.plan.plan import Blocks, Program
+from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import Op, stage_ops
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.planner.placement.placement import RankSegments, segment_tree

@@ -10,7 +10,8 @@ from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
-from psrl.core.plan.plan import Blocks, Plan, Program
+from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
 from psrl.sim.replay.op_order import BACKWARD, OpTable, op_table, sorted_by_rank, stage_order
@@ -86,7 +87,7 @@ def apply_block_policy(
     for program in plan.programs:
         ops = op_table(program, plan.num_ranks)
         tables, found = _replace(program, batch, policy, ops, num_stages, totals)
-        programs.append(replace(program, blocks=tables))
+        programs.append(replace(program, blocks=tables, block_tokens=policy.block_tokens or 1))
         effect = _effects(plan, program, ops, found, policy, costs, pcie_bytes_per_s)
         effects.append(effect)
         peak_tokens = max(peak_tokens, int(effect.live_tokens.max(initial=0)))

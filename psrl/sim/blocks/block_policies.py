@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from psrl.core.errors import ConfigError
 from psrl.core.plan.packing import LOCAL, PackedMicroBatch
-from psrl.core.plan.plan import Blocks, Program
+from psrl.core.plan.plan import Program
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import IntArray
 
 BoolArray = npt.NDArray[np.bool_]

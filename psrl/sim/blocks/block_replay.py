@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from psrl.core.plan.plan import Blocks
 from psrl.core.plan.schedule import Op
+from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import IntArray
 
 from .block_policies import BlockPolicy, CachedReads

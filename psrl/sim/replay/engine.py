@@ -9,9 +9,8 @@ from simpy import Environment, Event
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.errors import PlanError
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import PHASES
 from psrl.core.samples.sample import SampleBatch
 from psrl.sim.blocks.block_effects import BlockEffects
 from psrl.sim.options import SimOptions, chosen_engine

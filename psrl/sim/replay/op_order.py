@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from psrl.core.errors import PlanError
-from psrl.core.plan.plan import Program, Table
+from psrl.core.plan.plan import Program
+from psrl.core.plan.tables import Table
 from psrl.core.samples.sample import IntArray
 
 FORWARD, BACKWARD, RECOMPUTE = range(3)
