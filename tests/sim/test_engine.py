@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import PlanError
+from psrl.core.plan.op_table import OpTable
 from psrl.core.run.events import Events
 from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import IntArray
 from psrl.sim import Progress, SimOptions, simulate
 from psrl.sim.options import Engine
 from psrl.sim.replay import work
-from psrl.sim.replay.op_order import OpTable
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
 

@@ -11,13 +11,13 @@ from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, PlanError
 from psrl.core.plan.memory_ledger import MemoryLedger
+from psrl.core.plan.op_table import OP_NAMES, op_table, stage_order
 from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.plan import Plan
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.run.events import Events
 from psrl.core.samples.sample import SampleBatch
 from psrl.sim import SimOptions, chosen_engine, options, simulate
-from psrl.sim.replay.op_order import OP_NAMES, op_table, stage_order
 from psrl.sim.replay.work import phase_work
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 

@@ -9,12 +9,12 @@ import numpy as np
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
+from psrl.core.plan.op_table import BACKWARD, OpTable, op_table, sorted_by_rank, stage_order
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
-from psrl.sim.replay.op_order import BACKWARD, OpTable, op_table, sorted_by_rank, stage_order
 
 from .block_policies import BlockPolicy, CachedReads, policy_blocks
 from .block_replay import Replay, reading_blocks, replay_blocks

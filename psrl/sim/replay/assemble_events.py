@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.op_table import OP_NAMES
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, Events
 from psrl.core.samples.sample import IntArray, ragged_take
 
-from .op_order import OP_NAMES
 from .vectorised import ProgramTimes
 from .work import ProgramWork
 

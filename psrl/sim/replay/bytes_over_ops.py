@@ -7,11 +7,7 @@ import numpy as np
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
-from psrl.core.plan.plan import Program
-from psrl.core.samples.sample import IntArray
-from psrl.core.tree.prefix_tree import PrefixTree
-
-from .op_order import (
+from psrl.core.plan.op_table import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
@@ -20,6 +16,9 @@ from .op_order import (
     op_codes,
     sorted_by_rank,
 )
+from psrl.core.plan.plan import Program
+from psrl.core.samples.sample import IntArray
+from psrl.core.tree.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)

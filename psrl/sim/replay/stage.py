@@ -7,10 +7,10 @@ import numpy as np
 from simpy import Environment, Event
 
 from psrl.core.cost.cluster import first_device
+from psrl.core.plan.op_table import BACKWARD, FORWARD
 from psrl.core.plan.plan import Plan
 from psrl.core.samples.sample import FloatArray
 
-from .op_order import BACKWARD, FORWARD
 from .reduction import Reduction
 from .work import ProgramWork
 

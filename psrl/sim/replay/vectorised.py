@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psrl.core.plan.op_table import BACKWARD, FORWARD, RECOMPUTE
 from psrl.core.samples.sample import FloatArray, IntArray
 
-from .op_order import BACKWARD, FORWARD, RECOMPUTE
 from .reduction import Reduction
 from .work import ProgramWork
 

@@ -82,7 +82,7 @@ def op_table(program: Program, num_ranks: int) -> OpTable:
 
 
 def stage_order(ops: OpTable, is_update: bool, num_stages: int, stage: int) -> IntArray:
-    """[n] the ops in the order of a stage, rank by rank: `core.schedule.stage_ops` for all ranks.
+    """[n] the ops in the order of a stage, rank by rank: `stage_ops` for all ranks.
 
     A stage runs P - 1 - stage forwards more than the last one before each backward.
     """
