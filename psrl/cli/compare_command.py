@@ -17,7 +17,7 @@ from psrl.core.samples.trace import Trace, open_trace
 
 from .execute_commands import execute_policies, format_exactness, require_exact
 from .execution_flags import ExecutionFlags
-from .output import OutputOptions
+from .output import OutputOptions, print_result
 from .plan_commands import format_warnings
 from .trace_output import format_stats, mode_stats
 
@@ -140,7 +140,7 @@ class Compare:
 
     def _say(self, text: str) -> None:
         if not self.output.json:
-            print(text, flush=True)
+            print_result(text)
 
     def _check_names(self) -> None:
         for name in self.policies:

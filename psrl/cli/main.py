@@ -1,7 +1,5 @@
 """Parse the command line, run the command, turn errors into messages and exit codes."""
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +12,9 @@ from .bench_command import Bench
 from .calibrate_command import Calibrate
 from .compare_command import Compare
 from .doctor_command import Doctor
+from .error_messages import prepare_process, report
 from .execute_commands import Execute, Verify
+from .output import results_only_on_stdout, writing_stdout
 from .plan_commands import PlanCommand
 from .reproduce_command import Reproduce
 from .simulate_command import Simulate
@@ -57,29 +57,47 @@ Command = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `psrl`; returns the exit code (psrl.core.errors.ExitCode)."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments == ["--version"]:
-        print(f"psrl {__version__}")
-        return ExitCode.OK
-    command = tyro.cli(
+def run(arguments: list[str]) -> int:
+    """Parse and run a command; errors that are not psRL's own faults become messages."""
+    prepare_process()
+    try:
+        command = _parse(arguments or ["--help"])
+        with results_only_on_stdout():
+            return _finish(command)
+    except BaseException as error:
+        return report(error)
+
+
+def _finish(command: Command) -> int:
+    try:
+        return command.run()
+    except SystemExit as error:
+        raise PsrlError(
+            f"the command was ended by a call of exit({error.code!r}) in code that it uses",
+            "a policy or another extension must raise an error instead",
+        ) from error
+
+
+def _parse(arguments: list[str]) -> Command:
+    """The command; prints help and refusals, and then leaves by SystemExit."""
+    with writing_stdout():
+        if arguments == ["--version"]:
+            print(f"psrl {__version__}")
+            raise SystemExit(ExitCode.OK)
+        return _parsed(arguments)
+
+
+def _parsed(arguments: list[str]) -> Command:
+    parsed: Command = tyro.cli(
         Command,
         prog="psrl",
         description="Replay traces of RL training samples, plan how to share their prefixes, "
         "simulate and execute the plan.",
-        args=arguments or ["--help"],
+        args=arguments,
         config=(
             tyro.conf.OmitSubcommandPrefixes,
             tyro.conf.OmitArgPrefixes,
             tyro.conf.FlagCreatePairsOff,
         ),
     )
-    try:
-        return command.run()
-    except PsrlError as error:
-        print(f"psrl: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("psrl: interrupted; nothing half-written was kept", file=sys.stderr)
-        return 130
+    return parsed
