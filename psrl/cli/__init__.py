@@ -8,7 +8,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `psrl`; returns the exit code (`psrl.core.errors.ExitCode`)."""
     try:
         # Imported here, because Ctrl-C may come while the libraries are loaded.
-        from .main import run
+        from .commands import run
 
         return run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:

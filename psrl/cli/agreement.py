@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.files import IfExists
+from psrl.core.run.run_directory import RunDir
 
 from .output import OutputOptions
 
@@ -43,7 +44,8 @@ def compare_with_measured(
     text = format_agreement(table)
     if run_dir is not None:
         details = {"kind": "agreement", "measured": str(measured), "simulated": str(simulated)}
-        with RunDir(run_dir, "compare", if_exists, details) as run:
+        inputs = [measured, simulated]
+        with RunDir(run_dir, "compare", if_exists, details, inputs) as run:
             run.write_json("metrics.json", result)
             write_csv(table, run.path / "agreement.csv")
             write_kv_curves(kv_curves(measured, simulated), run.path / "plots")

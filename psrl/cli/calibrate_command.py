@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from psrl.core.cost.calibration import Calibration, ErrorRow
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.run.run_directory import IfExists
+from psrl.core.files import IfExists, check_new_file
 
 from .output import OutputOptions
 
@@ -49,11 +49,7 @@ class Calibrate:
             )
         if self.max_error is not None and self.max_error <= 0:
             raise ConfigError(f"--max-error {self.max_error} is not positive", "0.1 means 10 %")
-        if self.out.exists() and self.if_exists == "error":
-            raise ConfigError(
-                f"{self.out} exists already",
-                "choose another --out, or pass --if-exists overwrite",
-            )
+        check_new_file(self.out, self.if_exists)
 
     def _calibrate(self) -> Calibration:
         if self.table == "vtrain":

@@ -7,11 +7,12 @@ from typing import Any
 
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.errors import ConfigError, ExitCode
+from psrl.core.files import IfExists
 from psrl.core.plan.plan import Plan
 from psrl.core.run.config import Setup, load_setup
 from psrl.core.run.events import Events
 from psrl.core.run.metrics import run_metrics
-from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace, open_trace
 
@@ -107,7 +108,8 @@ class Compare:
         dtype = self.flags.dtype or DTYPE_OF_BYTES[setup.cluster.device.dtype_bytes]
         tolerance = TOLERANCE[dtype]
         differences: list[dict[str, Any]] = []
-        with RunDir(run_dir, "compare", self.if_exists, details) as run:
+        inputs = [trace_path, cluster]
+        with RunDir(run_dir, "compare", self.if_exists, details, inputs) as run:
             stats = mode_stats(trace, batch)
             self._say(format_stats(stats))
             self._write_inputs(run, setup, trace, stats)

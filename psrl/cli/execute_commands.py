@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
+from psrl.core.files import IfExists, write_file
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.plan import Plan
-from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
 from .execution_flags import ExecutionFlags
@@ -83,8 +84,7 @@ class Execute:
         path = self.run_dir.with_name(self.run_dir.name + ".sh")
         if path.exists() and self.if_exists == "error":
             raise ConfigError(f"{path} exists already", "pass --if-exists overwrite")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(launch_script(kind, plan, self.command_line(), path.name))
+        write_file(path, launch_script(kind, plan, self.command_line(), path.name))
         self.output.emit({"script": str(path)}, f"wrote {path}")
         return ExitCode.OK
 
@@ -142,7 +142,7 @@ def execute_run(
         "kind": "executed",
         "seed": options.seed,
     }
-    with RunDir(run_dir, "execute", if_exists, details) as run:
+    with RunDir(run_dir, "execute", if_exists, details, [plan_path, trace.path]) as run:
         metrics = execute_to_directory(plan, trace, options, run.path, timeout_s)
         run.write_json("metrics.json", metrics)
     return metrics

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.errors import ExitCode, InfeasibleError, PlanError
+from psrl.core.files import IfExists, check_new_directory
 from psrl.core.plan.plan import Plan
 from psrl.core.run.config import load_setup
 from psrl.core.samples.sample import SampleBatch
@@ -45,12 +46,14 @@ class PlanCommand:
     memory"""
     set: tuple[str, ...] = ()
     """change a value of the cluster file, e.g. planning.max_tokens_per_micro_batch=8192"""
+    if_exists: IfExists = "error"
+    """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
         from psrl.planner import PlanningProblem, explain, format_explanation, make_plan
 
-        if self.out.exists():
-            raise PlanError(f"{self.out} exists already", "choose another path or remove it")
+        inputs = [self.trace, self.cluster]
+        check_new_directory(self.out, self.if_exists, inputs)
         setup = load_setup(self.cluster, self.set)
         trace = open_trace(self.trace)
         batch = trace.iteration(self.iteration)
@@ -63,7 +66,7 @@ class PlanCommand:
         with self.output.step(f"planning with {self.policy}"):
             plan = make_plan(problem, self.policy)
         plan_time_s = time.perf_counter() - started_s
-        plan.save(self.out)
+        plan.save(self.out, self.if_exists, inputs)
         texts.append(describe_plan(plan, self.out))
         reports = explain(plan, batch) if self.explain or self.plots else []
         if self.explain:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from psrl.core.errors import ConfigError, ExitCode
-from psrl.core.run.run_directory import IfExists, RunDir, read_json
+from psrl.core.files import IfExists
+from psrl.core.run.run_directory import RunDir, read_json
 
 from .output import OutputOptions
 

@@ -9,10 +9,11 @@ import tyro
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.cost.calibration import load_calibration
 from psrl.core.errors import ExitCode
+from psrl.core.files import IfExists
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.plan import Plan
 from psrl.core.run.metrics import run_metrics
-from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import open_trace
 
 from .output import OutputOptions
@@ -87,7 +88,8 @@ class Simulate:
             }
         }
         details = {"trace_hash": plan.trace_hash, "plan": str(self.plan), "kind": "simulated"}
-        with RunDir(self.run_dir, "simulate", self.if_exists, details) as run:
+        inputs = [self.plan, self.trace]
+        with RunDir(self.run_dir, "simulate", self.if_exists, details, inputs) as run:
             with self.output.step(f"simulating {plan.policy}"):
                 # A plan that does not fit is a result, not an error.
                 check_plan(plan, batch, memory_fraction=None)

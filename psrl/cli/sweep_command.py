@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.cost.cluster import check_layout
 from psrl.core.errors import ConfigError, ExitCode, InfeasibleError
+from psrl.core.files import IfExists
 from psrl.core.run.config import Setup, load_setup
 from psrl.core.run.metrics import run_metrics
-from psrl.core.run.run_directory import IfExists, RunDir
+from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
 from .compare_command import DEFAULT_POLICIES
@@ -66,7 +67,8 @@ class Sweep:
         traces = [open_trace(path) for path in self.trace]
         rows: list[dict[str, Any]] = []
         warnings: dict[str, None] = {}
-        with RunDir(self.run_dir, "sweep", self.if_exists, {"kind": "sweep"}) as run:
+        inputs = [*self.trace, self.cluster]
+        with RunDir(self.run_dir, "sweep", self.if_exists, {"kind": "sweep"}, inputs) as run:
             for trace in traces:
                 for one in setups:
                     rows += self._policies(trace, one, warnings)

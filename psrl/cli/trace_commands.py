@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from psrl.core.errors import ExitCode, TraceError
+from psrl.core.files import IfExists, check_new_directory
 from psrl.core.samples.trace import write_trace
 
 from .output import OutputOptions
@@ -41,6 +42,8 @@ class TraceImport:
     """read at most this many trajectories"""
     skip_bad: bool = False
     """skip malformed records and list them, instead of stopping at the first"""
+    if_exists: IfExists = "error"
+    """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
         from psrl.traces.blocks import to_blocks_all
@@ -49,6 +52,7 @@ class TraceImport:
         paths = list(self.paths)
         if not paths:
             raise TraceError("no input file", "name at least one file or folder")
+        check_new_directory(self.out, self.if_exists, paths)
         found, reason = self.format, "--format"
         if found is None:
             found, reason = choose_format(paths, self.skip_bad)
@@ -74,6 +78,8 @@ class TraceImport:
             licence=recording.licence,
             sampling_mode=recording.sampling_mode,
             notes=recording.notes,
+            if_exists=self.if_exists,
+            inputs=paths,
         )
         result = {**trace_identity(trace), "format": found, "skipped": list(recording.skipped)}
         lines = [

@@ -10,6 +10,7 @@ import tyro
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.cost.presets import MODELS
 from psrl.core.errors import ConfigError, ExitCode, TraceError, suggest
+from psrl.core.files import IfExists, check_new_directory
 from psrl.core.run.run_directory import finite
 from psrl.core.samples.trace import Trace, open_trace, write_trace
 
@@ -112,11 +113,14 @@ class TraceSlice:
     """drop samples longer than this"""
     mode: str | None = None
     """sampling mode of the result: step, traj, tree or tree_step; default as recorded"""
+    if_exists: IfExists = "error"
+    """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
         from psrl.traces.modes import derive
         from psrl.traces.slicing import slice_batch
 
+        check_new_directory(self.out, self.if_exists, [self.trace])
         trace = open_trace(self.trace)
         header = trace.header
         batch = slice_batch(
@@ -135,6 +139,8 @@ class TraceSlice:
             licence=header.licence,
             sampling_mode=mode,
             notes=f"slice of iteration {self.iteration} of {trace.content_hash}; {header.notes}",
+            if_exists=self.if_exists,
+            inputs=[self.trace],
         )
         self.output.emit(trace_identity(sliced), _written(sliced))
         return ExitCode.OK
@@ -151,10 +157,13 @@ class TraceMerge:
     output: OutputOptions
     how: Literal["append", "side_by_side"] = "append"
     """append: iterations one after the other; side_by_side: the i-th iterations become one"""
+    if_exists: IfExists = "error"
+    """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
         from psrl.traces.merging import merge_traces
 
+        check_new_directory(self.out, self.if_exists, self.traces)
         opened = [open_trace(path) for path in self.traces]
         batches = merge_traces(opened, self.how)
         headers = [trace.header for trace in opened]
@@ -167,6 +176,8 @@ class TraceMerge:
                 licence="; ".join(dict.fromkeys(header.licence for header in headers)),
                 sampling_mode=next(iter(modes)) if len(modes) == 1 else "mixed",
                 notes="merged from " + ", ".join(trace.content_hash for trace in opened),
+                if_exists=self.if_exists,
+                inputs=self.traces,
             )
         self.output.emit(trace_identity(merged), _written(merged))
         return ExitCode.OK
@@ -186,12 +197,15 @@ class TraceSynth:
     seed: int = 0
     set: tuple[str, ...] = ()
     """dials to change, e.g. tasks=64 turns.scale=2"""
+    if_exists: IfExists = "error"
+    """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
         from psrl.traces.synth import load_spec, synthesise
 
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", "give a whole number of at least 0")
+        check_new_directory(self.out, self.if_exists)
         spec = load_spec(self.preset, self.mode, self.set)
         with self.output.step(f"generating {spec.name} {self.mode}"):
             recording = synthesise(spec, self.mode, self.seed)
@@ -202,6 +216,7 @@ class TraceSynth:
             licence=recording.licence,
             sampling_mode=recording.sampling_mode,
             notes=recording.notes,
+            if_exists=self.if_exists,
         )
         result = {**trace_identity(trace), "seed": self.seed, "dials": spec.model_dump()}
         self.output.emit(result, _written(trace))

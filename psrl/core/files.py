@@ -132,16 +132,43 @@ class NewDirectory:
             )
 
 
+def check_new_directory(
+    path: Path, if_exists: IfExists = "error", inputs: Iterable[Path] = ()
+) -> None:
+    """Raise now what `new_directory` would raise after a long computation."""
+    NewDirectory(path, if_exists, inputs).discard()
+
+
+def check_new_file(path: Path, if_exists: IfExists = "error") -> None:
+    """Refuse a place for `write_file` that is taken, unless psRL's own file may be replaced.
+
+    Raises:
+        ConfigError: if something is there that must stay.
+    """
+    place = _checked_place(path)
+    if not os.path.lexists(place):
+        return
+    if if_exists == "error":
+        raise ConfigError(
+            f"{path} exists already", "choose another path, or pass --if-exists overwrite"
+        )
+    if not _has_schema(place):
+        raise ConfigError(
+            f"{path} is no file that psRL wrote, so it is not replaced", "choose another path"
+        )
+
+
 def is_ours(directory: Path) -> bool:
     """Whether psRL wrote a directory: one of its manifests is there, with a schema version."""
-    for name in _MANIFESTS:
-        try:
-            content = json.loads((directory / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(content, dict) and isinstance(content.get("schema_version"), int):
-            return True
-    return False
+    return any(_has_schema(directory / name) for name in _MANIFESTS)
+
+
+def _has_schema(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("schema_version"), int)
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from psrl.backend.io.launch_scripts import LaunchKind, launch_script
 from psrl.backend.launch import run_ranks
-from psrl.cli.main import main
+from psrl.cli import main
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PlanError
 from tests.backend.test_execute import make_plan, make_trace

@@ -236,7 +236,9 @@ def test_usage_errors_exit_with_2() -> None:
 
 
 def test_version(capsys: Capture) -> None:
-    assert main(["--version"]) == ExitCode.OK
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == ExitCode.OK
     assert capsys.readouterr().out.startswith("psrl 0.")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from psrl.cli.main import main
+from psrl.cli import main
 from psrl.core.errors import ExitCode
 from psrl.core.samples.trace import Trace
 from tests.backend.test_execute import make_plan, make_trace

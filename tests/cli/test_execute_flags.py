@@ -15,8 +15,8 @@ from psrl.backend.model.moe import RouterOptions
 from psrl.backend.train.loss import LossOptions
 from psrl.backend.train.optimizer import OptimizerOptions
 from psrl.backend.train.options import ExecuteOptions
+from psrl.cli import main
 from psrl.cli.execution_flags import ExecutionFlags
-from psrl.cli.main import main
 from psrl.core.errors import ExitCode, PsrlError
 from psrl.core.samples.trace import Trace
 from tests.backend.cases import TINY

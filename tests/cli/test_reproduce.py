@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psrl.cli.main import main
+from psrl.cli import main
 from psrl.core.errors import ConfigError, ExitCode
 from psrl.paper.results import NotRunError, Results
 from psrl.paper.rows import QUOTIENTS, RULES, reproduced_rows, row_of

@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from psrl.cli.main import main
+from psrl.cli import main
 from psrl.core.samples.trace import open_trace
 
 DIALS = ("tasks=2", "rollouts=3", "iterations=2", "turns.quantiles=[2, 4]")

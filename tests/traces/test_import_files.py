@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from psrl.cli.main import main
+from psrl.cli import main
 from psrl.core.errors import ConfigError, ExitCode, TraceError
 from psrl.core.samples.trace import open_trace
 from psrl.traces.importers import (

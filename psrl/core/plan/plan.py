@@ -6,6 +6,7 @@ directory with `plan.json` and one Parquet file per table.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -176,14 +177,16 @@ class Plan:
         """Programs that a phase runs, in order."""
         return [p for p in self.programs if phase in p.phases]
 
-    def save(self, directory: Path, if_exists: IfExists = "error") -> None:
+    def save(
+        self, directory: Path, if_exists: IfExists = "error", inputs: Iterable[Path] = ()
+    ) -> None:
         """Write the plan directory; the same plan always gives the same bytes.
 
         Raises:
             ConfigError: see `new_directory`.
             PlanError: if the plan cannot be told in plan.json.
         """
-        with new_directory(directory, if_exists) as partial:
+        with new_directory(directory, if_exists, inputs) as partial:
             self._write(partial)
 
     def _header(self) -> PlanHeader:

@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from psrl.core.errors import ConfigError
-from psrl.core.files import IfExists as IfExists
-from psrl.core.files import NewDirectory
+from psrl.core.files import IfExists, NewDirectory
 
 RUN_SCHEMA_VERSION = 1
 

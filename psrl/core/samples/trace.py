@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psrl.core.errors import TraceError
-from psrl.core.files import new_directory
+from psrl.core.files import IfExists, new_directory
 
 from .sample import IntArray, SampleBatch
 
@@ -164,6 +164,8 @@ def write_trace(
     sampling_mode: str,
     notes: str = "",
     write_more: Callable[[Path], None] | None = None,
+    if_exists: IfExists = "error",
+    inputs: Iterable[Path] = (),
 ) -> Trace:
     """Write a trace directory, whole or not at all.
 
@@ -171,12 +173,13 @@ def write_trace(
 
     Args:
         write_more: writes further files into the directory that it is given.
+        if_exists, inputs: see `new_directory`.
 
     Raises:
         ConfigError: see `new_directory`.
         TraceError: if an iteration is malformed, or there is no sample.
     """
-    with new_directory(path) as partial:
+    with new_directory(path, if_exists, inputs) as partial:
         header = _write_tables(partial, iterations, source, licence, sampling_mode, notes)
         if write_more is not None:
             write_more(partial)
