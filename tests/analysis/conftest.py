@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from psrl.core.cost.presets import DEVICES, MODELS
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.run.events import EventLog, Events
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from psrl.cli.output import OutputOptions
 from psrl.core.cost.calibration import Coefficients, load_calibration
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.run.events import EventLog, Events

@@ -16,7 +16,7 @@ from psrl.analysis.figures.style import POLICY_COLOURS, save_figure, style
 from psrl.analysis.report.comparison import POLICY_ORDER, load_comparison
 from psrl.analysis.units import bytes_unit, number, percent, time_unit, times, tokens_unit
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.run.events import EventLog
 from psrl.core.run.metrics import phase_metrics
 from tests.analysis.conftest import GIB, edit_json, make_events

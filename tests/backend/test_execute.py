@@ -21,8 +21,6 @@ from psrl.backend.train.stage import StageRun
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
-from psrl.core.plan.memory_ledger import MemoryLedger
-from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.schedule import Op, stage_ops
 from psrl.core.run.config import PlanningConfig, Setup
@@ -33,6 +31,7 @@ from psrl.core.samples.trace import Trace, write_trace
 from psrl.planner import PlanningProblem
 from psrl.planner import make_plan as make_policy_plan
 from tests.backend.cases import ACTIVATIONS, TINY
+from tests.memory_ledger import op_by_op
 from tests.random_plans import random_batch, random_program
 
 OPTIONS = ExecuteOptions(
@@ -151,8 +150,7 @@ def test_kv_bytes_equal_the_simulated_ledger(trace: Trace, execution: Execution)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
     for index, program in enumerate(plan.programs):
         mine = program.on_rank(0)
-        ledger = MemoryLedger(mine, pack_rank(mine, program.tree(batch)), memory, True)
-        states = [ledger.run(op) for op in mine.ops()]
+        states = op_by_op(mine, program.tree(batch), memory, stage=0)
         for phase in program.phases:
             events = execution.events
             rows = events.where(

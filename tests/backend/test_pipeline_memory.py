@@ -8,12 +8,11 @@ from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.train.stage import PhaseInputs
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ParallelConfig
 from psrl.core.cost.memory_model import MemoryModel
-from psrl.core.plan.memory_ledger import MemoryLedger
-from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import make_batch
 from tests.backend.cases import PPO, VARIANTS, Case, Outcome, run_case, single_process
 from tests.backend.test_pipeline import DP2_PP2, LIMIT_S, PP2, PP4, make_cases
+from tests.memory_ledger import op_by_op
 
 
 def outcomes(cases: list[Case], parallel: ParallelConfig) -> list[Outcome]:
@@ -56,12 +55,8 @@ def test_kv_bytes_equal_the_simulated_ledger_on_every_stage(parallel: ParallelCo
         stage, rank = divmod(process, parallel.data_parallel_size)
         for case, outcome in zip(cases, results, strict=True):
             program = case.planned.program.on_rank(rank)
-            packed = pack_rank(program, case.planned.tree)
-            ledger = MemoryLedger(
-                program, packed, memory_model(case, parallel), stage == num_stages - 1
-            )
             ops = stage_ops(program.ops(), num_stages, stage)
-            states = [ledger.run(op) for op in ops]
+            states = op_by_op(program, case.planned.tree, memory_model(case, parallel), stage)
             assert outcome.events is not None
             events = outcome.events.where(outcome.events.micro_batch >= 0)
             assert set(events.stage.tolist()) <= {stage}

@@ -10,7 +10,7 @@ import pytest
 
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import PlanError
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.run.events import GRADIENT_REDUCTION, EventLog, Events
 from psrl.core.run.metrics import phase_metrics, run_metrics, sharing_metrics
 from tests.core.cases import hand_batch, hand_program, wrap

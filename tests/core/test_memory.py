@@ -1,5 +1,7 @@
 """Bytes op by op on a hand-written program, and conservation on random ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,12 +9,17 @@ from hypothesis import strategies as st
 
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
-from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS, MemoryLedger, MemoryState
-from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.plan import Plan
-from psrl.core.plan.schedule import Op, stage_ops
+from psrl.core.plan.bytes_over_ops import (
+    HEAD_CHUNK_TOKENS,
+    MemoryState,
+    block_table,
+    stage_bytes,
+)
+from psrl.core.plan.op_table import OpTable, op_table, stage_order
+from psrl.core.plan.plan import Plan, Program
 from psrl.core.tree.prefix_tree import PrefixTree
 from tests.core.cases import hand_batch, hand_program, random_case, with_values, wrap
+from tests.memory_ledger import op_by_op
 
 # Of the tiny model on one of two stages (2 layers), worked out in test_cost_model.py's way.
 ACTIVATION = 2 * (2 * (3 * 8 * 2 + 4) + (3 * 8 + 3 * 4 + 3 * 16) * 2 + 4 * 4 + 4 * 2 * 2)
@@ -27,13 +34,26 @@ LOGITS = 8 * 32
 
 
 def states(plan: Plan, tree: PrefixTree, rank: int, stage: int) -> list[MemoryState]:
-    program = plan.programs[0].on_rank(rank)
-    num_stages = plan.parallel.pipeline_model_parallel_size
-    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
-    ledger = MemoryLedger(program, pack_rank(program, tree), memory, stage == num_stages - 1)
-    found = [ledger.run(op) for op in stage_ops(program.ops(), num_stages, stage)]
-    assert ledger.finish() == MemoryState(memory.static_bytes, 0, 0, 0, 0)
-    return found
+    """The account of one rank alone, which is that of all ranks at once and that of the oracle."""
+    program, num_stages = plan.programs[0], plan.parallel.pipeline_model_parallel_size
+    mine, memory = program.on_rank(rank), memory_of(plan)
+    alone = account(mine, op_table(mine), tree, memory, stage)
+    ops = op_table(program, plan.num_ranks)
+    order = stage_order(ops, program.is_update, num_stages, stage)
+    together = account(program, ops, tree, memory, stage)
+    assert [s for s, at in zip(together, ops.rank[order], strict=True) if at == rank] == alone
+    assert op_by_op(mine, tree, memory, stage) == alone
+    return alone
+
+
+def account(
+    program: Program, ops: OpTable, tree: PrefixTree, memory: MemoryModel, stage: int
+) -> list[MemoryState]:
+    num_stages = memory.parallel.pipeline_model_parallel_size
+    order = stage_order(ops, program.is_update, num_stages, stage)
+    blocks = block_table(program, ops, tree if program.is_update else None)
+    found = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
+    return [MemoryState(*row) for row in found.tolist()]
 
 
 def test_last_stage_by_hand() -> None:
@@ -81,7 +101,8 @@ def test_logits_exist_one_chunk_at_a_time() -> None:
     plan = wrap(hand_program(), num_ranks=2)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
     changed = type(program)(**{**vars(program), "micro_batches": many})
-    state = MemoryLedger(changed, [], memory, is_last_stage=True).run(Op("forward", 0))
+    tree = changed.tree(hand_batch())
+    state = account(changed, op_table(changed), tree, memory, stage=1)[0]
     assert state.logits_bytes == HEAD_CHUNK_TOKENS * LOGITS
 
 
@@ -106,12 +127,10 @@ def test_all_is_free_at_the_end_and_forward_only_holds_nothing(seed: int) -> Non
 def test_block_that_outlives_the_program() -> None:
     program = hand_program()
     plan, tree = wrap(program, num_ranks=2), program.tree(hand_batch())
-    mine = program.on_rank(0)
-    ledger = MemoryLedger(mine, pack_rank(mine, tree), memory_of(plan), is_last_stage=True)
-    for op in mine.ops()[:-1]:
-        ledger.run(op)
+    mine, last = program.on_rank(0), len(program.on_rank(0).schedule) - 1
+    cut = replace(mine, schedule=mine.schedule.rows(slice(0, last)))
     with pytest.raises(PlanError, match=r"1 blocks \(4 tokens\) are never released"):
-        ledger.finish()
+        account(cut, op_table(cut), tree, memory_of(plan), stage=1)
 
 
 def memory_of(plan: Plan) -> MemoryModel:

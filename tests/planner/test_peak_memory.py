@@ -5,25 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.cost.memory_model import MemoryModel
-from psrl.core.plan.memory_ledger import MemoryLedger
-from psrl.core.plan.packing import pack_rank
+from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.plan import Program
-from psrl.core.plan.schedule import stage_ops
 from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.planner import POLICIES, make_plan
-from psrl.planner.micro_batching.peak_memory import peak_bytes
+from tests.memory_ledger import op_by_op
 from tests.planner.cases import make_setup, nasty_batch, problem_of, workloads
 
 
 def ledger_peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
-    packed = pack_rank(program, tree)
     num_stages = memory.parallel.pipeline_model_parallel_size
-    peak = memory.static_bytes
-    for stage in range(num_stages):
-        ledger = MemoryLedger(program, packed, memory, stage == num_stages - 1)
-        for op in stage_ops(program.ops(), num_stages, stage):
-            peak = max(peak, ledger.run(op).total_bytes)
-    return peak
+    states = (op_by_op(program, tree, memory, stage) for stage in range(num_stages))
+    return max((s.total_bytes for of in states for s in of), default=memory.static_bytes)
 
 
 @pytest.mark.slow

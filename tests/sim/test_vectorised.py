@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, PlanError
-from psrl.core.plan.memory_ledger import MemoryLedger
 from psrl.core.plan.op_table import OP_NAMES, op_table, stage_order
-from psrl.core.plan.packing import pack_rank
 from psrl.core.plan.plan import Plan
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.run.events import Events
 from psrl.core.samples.sample import SampleBatch
 from psrl.sim import SimOptions, chosen_engine, options, simulate
 from psrl.sim.replay.work import phase_work
+from tests.memory_ledger import op_by_op
 from tests.sim.cases import PlainCostModel, chains_batch, chains_program, make_plan, random_plan
 
 COSTS = PlainCostModel(
@@ -80,13 +79,11 @@ def test_bytes_equal_the_ledger_of_all_parts(case: tuple[int, int, int]) -> None
         tree = program.tree(batch)
         for rank, position in enumerate(twin.tolist()):
             mine = program.on_rank(rank)
-            packed = pack_rank(mine, tree)
             first, end = works[0].first_op[position : position + 2]
             for stage in range(num_stages):
-                ledger = MemoryLedger(mine, packed, memory, stage == num_stages - 1)
-                states = [ledger.run(op) for op in stage_ops(mine.ops(), num_stages, stage)]
+                states = op_by_op(mine, tree, memory, stage)
                 assert works[0].memory[stage, first:end].tolist() == [list(s) for s in states]
-                assert ledger.finish().total_bytes == works[0].static_bytes
+                assert works[0].static_bytes == memory.static_bytes
 
 
 @pytest.mark.slow

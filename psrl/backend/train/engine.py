@@ -13,7 +13,7 @@ from psrl.backend.compat import GPTModel, parallel_state
 from psrl.backend.model.model import stage_rows
 from psrl.backend.model.moe import RouterOptions, RouterRun
 from psrl.core.cost.cluster import ModelSpec
-from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS, MemoryState
+from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS, MemoryState
 from psrl.core.plan.schedule import Op
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, EventLog
 from psrl.core.samples.sample import FloatArray

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psrl.backend.model.moe import rows_to_exchange, token_multiplicity
-from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
+from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS
 from psrl.core.plan.packing import LossEdges, PackedMicroBatch, loss_edges, pack_rank
 from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import Op, stage_ops

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from psrl.core.samples.sample import IntArray
+
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig
 from .parameters import expert_data_parallel_size, rank_parameters
 
@@ -128,16 +130,16 @@ class MemoryModel:
         return self.model.hidden_size * self.cluster.device.dtype_bytes + _LOSS_BYTES_PER_ROW
 
     def held_bytes(
-        self, activation: str, num_tokens: int, head_tokens: int, is_last_stage: bool
-    ) -> int:
-        """Bytes that a micro-batch keeps on a stage between its forward and its backward.
+        self, activation: str, num_tokens: IntArray, head_tokens: IntArray, is_last_stage: bool
+    ) -> IntArray:
+        """[M] bytes that micro-batches keep on a stage between their forward and their backward.
 
         Args:
             activation: keep | recompute | drop, as in the plan.
         """
         if activation == "drop":
             is_only_stage = self.parallel.pipeline_model_parallel_size == 1
-            return 0 if is_only_stage else num_tokens * self.stage_input_bytes_per_token
+            return num_tokens * (0 if is_only_stage else self.stage_input_bytes_per_token)
         per_token = self.activation_bytes_per_token
         if activation == "recompute":
             per_token = self.recompute_bytes_per_token

@@ -1,7 +1,6 @@
 """The checks of `check_plan` that follow the op lists: order, patterns, lifetimes, memory."""
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -12,8 +11,9 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.samples.sample import IntArray
 
+from .bytes_over_ops import MemoryState, block_table, stage_bytes
 from .check_reads import ProgramByRank, Reads
-from .memory_ledger import MemoryLedger
+from .op_table import OP_NAMES, op_table, stage_order
 from .plan import Program
 from .schedule import Op, pipeline_timing, stage_ops
 
@@ -203,54 +203,28 @@ def check_lifetimes(
         raise refuse(block, f"block {number} is released before its owner's backward")
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """What memory depends on of a micro-batch beside the tables."""
-
-    index: int
-    read_blocks: frozenset[int]
-
-
-def _readers(ranked: ProgramByRank, reads: Reads) -> list[list[_Reader]]:
-    """Micro-batches of each rank with the numbers of the blocks that they read."""
-    numbers = ranked.blocks.block[reads.block]
-    bounds = np.searchsorted(reads.reader, np.arange(len(ranked.micro_batches) + 1)).tolist()
-    first = ranked.first_micro_batch.tolist()
-    return [
-        [
-            _Reader(m, frozenset(numbers[bounds[base + m] : bounds[base + m + 1]].tolist()))
-            for m in range(count)
-        ]
-        for base, count in zip(first, ranked.num_micro_batches.tolist(), strict=True)
-    ]
-
-
-def check_memory(
-    ranked: ProgramByRank,
-    reads: Reads,
-    ops_by_stage: list[list[RankOps]],
-    memory: MemoryModel,
-    memory_fraction: float | None,
-) -> None:
+def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: float | None) -> None:
     """Rule 9: bytes on every stage stay below the device's memory; blocks end with the program."""
     device_bytes = memory.cluster.device.memory_bytes
     limit = math.inf if memory_fraction is None else device_bytes * memory_fraction
-    num_stages, gib = len(ops_by_stage), 2**30
-    for rank, readers in enumerate(_readers(ranked, reads)):
-        mine = ranked.on_rank(rank)
-        for stage, rank_ops in enumerate(ops_by_stage):
-            ledger = MemoryLedger(mine, readers, memory, stage == num_stages - 1)
-            for op in rank_ops[rank].ops:
-                state = ledger.run(op)
-                if state.total_bytes > limit:
-                    raise InfeasibleError(
-                        f"rule 9: {ranked.where(rank)}, stage {stage}: {op.kind} of micro-batch "
-                        f"{op.micro_batch} needs {state.total_bytes / gib:.2f} GiB (static "
-                        f"{state.static_bytes / gib:.2f}, activations "
-                        f"{state.activation_bytes / gib:.2f}, logits "
-                        f"{state.logits_bytes / gib:.2f}, KV {state.kv_bytes / gib:.2f}, dKV "
-                        f"{state.kv_gradient_bytes / gib:.2f}) but may use {limit / gib:.2f} GiB",
-                        "lower planning.max_tokens_per_micro_batch, set parallel.recompute to "
-                        "full, or raise a parallel size",
-                    )
-            ledger.finish()
+    num_stages, gib = memory.parallel.pipeline_model_parallel_size, 2**30
+    program, ops = ranked.program, op_table(ranked.program, ranked.num_ranks)
+    blocks = block_table(program, ops, ranked.tree if program.is_update else None)
+    for stage in range(num_stages):
+        order = stage_order(ops, program.is_update, num_stages, stage)
+        states = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
+        total = states.sum(axis=1)
+        if not (total > limit).any():
+            continue
+        worst = int(total.argmax())
+        at, state = order[worst], MemoryState(*(states[worst] / gib).tolist())
+        raise InfeasibleError(
+            f"rule 9: {ranked.where(int(ops.rank[at]))}, stage {stage}: {OP_NAMES[ops.kind[at]]} "
+            f"of micro-batch {int(program.micro_batches.micro_batch[ops.row[at]])} needs "
+            f"{total[worst] / gib:.2f} GiB (static {state.static_bytes:.2f}, activations "
+            f"{state.activation_bytes:.2f}, logits {state.logits_bytes:.2f}, KV "
+            f"{state.kv_bytes:.2f}, dKV {state.kv_gradient_bytes:.2f}) but may use "
+            f"{limit / gib:.2f} GiB",
+            "lower planning.max_tokens_per_micro_batch, set parallel.recompute to full, or raise a "
+            "parallel size",
+        )

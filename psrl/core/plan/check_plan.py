@@ -63,7 +63,7 @@ def check_plan(
         for stage, ops in enumerate(ops_by_stage):
             check_lifetimes(ranked, reads, ops, stage)
         _check_head_tokens(ranked, rows, samples)
-        check_memory(ranked, reads, ops_by_stage, memory, memory_fraction)
+        check_memory(ranked, memory, memory_fraction)
 
 
 def _check_samples(plan: Plan, batch: SampleBatch) -> None:

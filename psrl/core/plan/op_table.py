@@ -6,9 +6,10 @@ from functools import cached_property
 import numpy as np
 
 from psrl.core.errors import PlanError
-from psrl.core.plan.plan import Program
-from psrl.core.plan.tables import Table
 from psrl.core.samples.sample import IntArray
+
+from .plan import Program
+from .tables import Table
 
 FORWARD, BACKWARD, RECOMPUTE = range(3)
 OP_NAMES = np.array(["forward", "backward", "recompute"], np.str_)
@@ -61,8 +62,11 @@ def find_rows(program: Program, rank: IntArray, micro_batch: IntArray) -> IntArr
     return np.where((keys[found] == wanted) & (micro_batch >= 0), found, -1)
 
 
-def op_table(program: Program, num_ranks: int) -> OpTable:
+def op_table(program: Program, num_ranks: int | None = None) -> OpTable:
     """The last stage's ops of all ranks.
+
+    Args:
+        num_ranks: None if the program is that of one rank, whichever it is.
 
     Raises:
         PlanError: if an op has an unknown kind or names no micro-batch.
@@ -78,6 +82,8 @@ def op_table(program: Program, num_ranks: int) -> OpTable:
             f"{int(program.schedule.micro_batch[at])}, which the plan does not define",
             "check_plan says which rule the plan breaks",
         )
+    if num_ranks is None:
+        return OpTable(kind, row, np.array([0, len(rank)]))
     return OpTable(kind, row, np.searchsorted(rank, np.arange(num_ranks + 1)))
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psrl.core.errors import PlanError
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 GRADIENT_REDUCTION = "gradient_reduction"

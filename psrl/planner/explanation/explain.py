@@ -8,6 +8,7 @@ import numpy as np
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
+from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import FloatArray, SampleBatch
@@ -19,7 +20,6 @@ from psrl.planner.micro_batching.activations import (
     lowest_peak,
 )
 from psrl.planner.micro_batching.expert_groups import slowest_durations, slowest_messages
-from psrl.planner.micro_batching.peak_memory import peak_bytes
 
 from .critical_path import CriticalPath, critical_path
 

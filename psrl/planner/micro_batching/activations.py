@@ -8,7 +8,7 @@ For a given order of ops the choice is a knapsack with one memory limit per op: 
 integer program, which also proves how little work any choice must repeat.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,19 +17,23 @@ from scipy.sparse import csr_array, eye_array, hstack, vstack
 
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
-from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
+from psrl.core.plan.bytes_over_ops import (
+    MemoryState,
+    block_table,
+    micro_batch_bytes,
+    stage_bytes,
+)
+from psrl.core.plan.op_table import BACKWARD, FORWARD, op_table, stage_order
 from psrl.core.plan.plan import Program
-from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 from psrl.core.tree.prefix_tree import PrefixTree
-
-from .peak_memory import cache_bytes
 
 # Branch-and-bound nodes: a limit of work, so that plans do not depend on the machine.
 _MAX_NODES = 50
 # Repeated work need not be proven closer than this.
 _TOLERANCE = 1e-3
 _NUM_BISECTIONS = 24
+_ACTIVATIONS = MemoryState._fields.index("activation_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,34 +114,27 @@ def _bytes_on_stage(
 ) -> ActivationBytes:
     num_stages = memory.parallel.pipeline_model_parallel_size
     is_last = stage == num_stages - 1
-    last_stage = [op for op in program.ops() if op.kind != "recompute"]
-    ops = stage_ops(last_stage, num_stages, stage)
     table = program.micro_batches
-    tokens, heads = table.num_tokens.tolist(), table.head_tokens.tolist()
-    held = {
-        mode: np.array(
-            [memory.held_bytes(mode, t, h, is_last) for t, h in zip(tokens, heads, strict=True)],
-            np.float64,
-        )
-        for mode in ("keep", "recompute", "drop")
-    }
-    layer = table.num_tokens * memory.activation_bytes_per_token // memory.layers_per_stage
-    at = {kind: np.zeros(len(table), np.int64) for kind in ("forward", "backward")}
-    for i, (kind, m) in enumerate(ops):
-        at[kind][m] = i
-    logits = np.zeros(len(ops))
-    if is_last:
-        in_chunk = np.minimum(table.head_tokens, HEAD_CHUNK_TOKENS)
-        logits = (in_chunk * memory.logits_bytes_per_token)[[op.micro_batch for op in ops]]
-    when = np.arange(len(ops))[:, None]
-    runs_forward, runs_backward = when == at["forward"], when == at["backward"]
-    waits = (at["forward"] <= when) & (when <= at["backward"])
+    kept = replace(
+        program,
+        micro_batches=replace(table, activation=np.full(len(table), "keep")),
+        schedule=program.schedule.rows(program.schedule.op != "recompute"),
+    )
+    ops = op_table(kept)
+    order = stage_order(ops, program.is_update, num_stages, stage)
+    states = stage_bytes(kept, memory, ops, block_table(kept, ops, tree), order, is_last)
+    sizes = micro_batch_bytes(table, memory, is_last)
+    at = np.empty((2, len(table)), np.int64)
+    at[ops.kind[order], ops.row[order]] = np.arange(len(order))
+    when = np.arange(len(order))[:, None]
+    runs_forward, runs_backward = when == at[FORWARD], when == at[BACKWARD]
+    waits = (at[FORWARD] <= when) & (when <= at[BACKWARD])
     return ActivationBytes(
-        fixed=memory.static_bytes + cache_bytes(program, tree, ops, memory) + logits,
-        keep=waits * held["keep"],
-        recompute=waits * held["recompute"] + (runs_forward | runs_backward) * layer,
-        drop=np.where(runs_backward, held["keep"], waits * held["drop"] + runs_forward * layer),
-        backward_row=at["backward"][None, :],
+        fixed=(states.sum(axis=1) - states[:, _ACTIVATIONS]).astype(np.float64),
+        keep=waits * sizes.keep,
+        recompute=waits * sizes.recompute + (runs_forward | runs_backward) * sizes.layer,
+        drop=np.where(runs_backward, sizes.keep, waits * sizes.drop + runs_forward * sizes.layer),
+        backward_row=at[BACKWARD][None, :],
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from psrl.core.cost.cost_model import CostModel
+from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.packing import visible_pairs
 from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import (
@@ -24,10 +25,10 @@ from psrl.core.plan.schedule import (
 )
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
-from psrl.planner.placement.placement import Placement, RankSegments, segment_tree
+from psrl.core.tree.segment_tree import segment_tree
+from psrl.planner.placement.placement import Placement, RankSegments
 
 from .blocks import all_blocks, dynamic_blocks
-from .peak_memory import peak_bytes
 
 Caching = Literal["dynamic", "everything"]
 
@@ -86,7 +87,7 @@ def build_rank(
     count = int(segments.micro_batch.max()) + 1 if len(segments.micro_batch) else 0
     if activation is None:
         activation = np.full(count, placement.problem.base_activation)
-    order, parent_segment = segment_tree(tree, segments)
+    order, parent_segment = segment_tree(tree, segments.node, segments.start_depth)
     table = _micro_batches(placement, rank, segments, activation)
     reads = cached_reads(segments, order, parent_segment)
     ops = order_ops(subproblem.is_update, table.num_tokens, table.activation, reads, held_factor)

@@ -16,7 +16,8 @@ from psrl.core.plan.schedule import OpKind
 from psrl.core.plan.tables import MicroBatches, Schedule
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
-from psrl.planner.placement.placement import RankSegments, segment_tree
+from psrl.core.tree.segment_tree import segment_tree
+from psrl.planner.placement.placement import RankSegments
 
 from .assemble import (
     BuiltRank,
@@ -112,7 +113,7 @@ def _padded(table: MicroBatches, longest: MicroBatches, rank: int) -> MicroBatch
 def _reads(program: Program, tree: PrefixTree) -> IntArray:
     s = program.segments
     segments = RankSegments(s.micro_batch, s.node, s.start_depth, s.num_tokens)
-    return cached_reads(segments, *segment_tree(tree, segments))
+    return cached_reads(segments, *segment_tree(tree, segments.node, segments.start_depth))
 
 
 def slowest_durations(

@@ -96,14 +96,3 @@ class RankSegments(NamedTuple):
     node: IntArray
     start_depth: IntArray
     num_tokens: IntArray
-
-
-def segment_tree(tree: PrefixTree, segments: RankSegments) -> tuple[IntArray, IntArray]:
-    """Depth-first order of a rank's segments, and the place of each parent in it (-1: none)."""
-    order = np.lexsort((segments.start_depth, segments.node))
-    node = segments.node[order]
-    place = np.arange(len(order))
-    opens = np.append(True, node[1:] != node[:-1]) if len(node) else np.empty(0, bool)
-    above = tree.parent[node]
-    last_of_parent = np.searchsorted(node, above, side="right") - 1
-    return order, np.where(opens, np.where(above > 0, last_of_parent, -1), place - 1)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from psrl.core.plan.memory_ledger import MemoryState
+from psrl.core.plan.bytes_over_ops import MemoryState
 from psrl.core.plan.op_table import OP_NAMES
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, Events
 from psrl.core.samples.sample import IntArray, ragged_take

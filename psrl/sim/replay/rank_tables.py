@@ -5,12 +5,11 @@ from hashlib import blake2b
 
 import numpy as np
 
+from psrl.core.plan.bytes_over_ops import BlockTable, block_table
 from psrl.core.plan.op_table import OpTable, op_table, sorted_by_rank
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.sim.options import SimOptions
-
-from .bytes_over_ops import BlockTable, block_table
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ import numpy as np
 from psrl.core.cost.cluster import Amount
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
+from psrl.core.plan.bytes_over_ops import MemoryState, stage_bytes
 from psrl.core.plan.check_ops import check_op_patterns
-from psrl.core.plan.memory_ledger import MemoryState
 from psrl.core.plan.op_table import OpTable, sorted_by_rank, stage_order
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 from psrl.sim.blocks.block_effects import BlockEffects
 from psrl.sim.options import SimOptions
 
-from .bytes_over_ops import stage_bytes
 from .rank_tables import RankTables, twins
 
 _ACTIVATIONS, _KV = (MemoryState._fields.index(n) for n in ("activation_bytes", "kv_bytes"))

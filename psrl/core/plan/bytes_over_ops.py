@@ -1,24 +1,83 @@
-"""Bytes live on every stage at every op: `core.memory.MemoryLedger` for all ranks at once."""
+"""Bytes on a device while a stage runs its ops: the one account that all parts share.
+
+For all ranks of a program at once, or for one, over whole arrays: planners ask for many candidates.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
-from psrl.core.plan.memory_ledger import HEAD_CHUNK_TOKENS
-from psrl.core.plan.op_table import (
+from psrl.core.samples.sample import IntArray
+from psrl.core.tree.prefix_tree import PrefixTree
+from psrl.core.tree.segment_tree import segment_tree
+
+from .op_table import (
     BACKWARD,
     FORWARD,
-    RECOMPUTE,
     OpTable,
     find_rows,
     op_codes,
+    op_table,
     sorted_by_rank,
+    stage_order,
 )
-from psrl.core.plan.plan import Program
-from psrl.core.samples.sample import IntArray
-from psrl.core.tree.prefix_tree import PrefixTree
+from .plan import Program
+from .tables import Blocks, MicroBatches
+
+HEAD_CHUNK_TOKENS = 1024
+"""Predicted positions whose logits exist at a time; the backend computes the head in chunks."""
+
+
+class MemoryState(NamedTuple):
+    """Bytes live on a device while an op runs."""
+
+    static_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    kv_bytes: int
+    kv_gradient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self)
+
+
+class MicroBatchBytes(NamedTuple):
+    """[M] bytes of each micro-batch on a stage.
+
+    Attributes:
+        keep, recompute, drop: what it holds between its forward and its backward, by activation.
+        layer: working set of one layer, while layers run that keep nothing or run again.
+        logits: of its largest chunk of predicted positions, and their gradient.
+    """
+
+    keep: IntArray
+    recompute: IntArray
+    drop: IntArray
+    layer: IntArray
+    logits: IntArray
+
+
+def micro_batch_bytes(
+    table: MicroBatches, memory: MemoryModel, is_last_stage: bool
+) -> MicroBatchBytes:
+    """What each micro-batch of a table adds to a stage, in whichever activation it runs."""
+    tokens, head_tokens = table.num_tokens, table.head_tokens
+    in_chunk = np.minimum(head_tokens, HEAD_CHUNK_TOKENS) * is_last_stage
+    keep, recompute, drop = (
+        memory.held_bytes(activation, tokens, head_tokens, is_last_stage)
+        for activation in ("keep", "recompute", "drop")
+    )
+    return MicroBatchBytes(
+        keep=keep,
+        recompute=recompute,
+        drop=drop,
+        layer=tokens * memory.activation_bytes_per_token // memory.layers_per_stage,
+        logits=in_chunk * memory.logits_bytes_per_token,
+    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +105,7 @@ def block_table(program: Program, ops: OpTable, tree: PrefixTree | None) -> Bloc
 
     Args:
         ops: its op table.
-        tree: its tree; None for a program without backwards.
+        tree: its tree; None for a program without backwards, in which nobody reads gradients.
 
     Raises:
         PlanError: if a block is released by an unknown op.
@@ -57,12 +116,13 @@ def block_table(program: Program, ops: OpTable, tree: PrefixTree | None) -> Bloc
     unknown = blocks.release_op[(release_kind < 0) & (blocks.release_op != "end")]
     if len(unknown):
         raise PlanError(f"{len(unknown)} blocks are released by {str(unknown[0])!r}, no op")
+    owner = find_rows(program, rank, blocks.micro_batch)
     first_reader = np.full(len(order), -1, np.int64)
     if tree is not None and len(order):
-        first_reader = _first_readers(program, order, ops, tree)
+        first_reader = _first_readers(program, blocks, owner, ops, tree)
     return BlockTable(
         rank=rank,
-        owner=find_rows(program, rank, blocks.micro_batch),
+        owner=owner,
         release_kind=release_kind,
         release_row=np.where(
             release_kind < 0, -1, find_rows(program, rank, blocks.release_micro_batch)
@@ -73,7 +133,7 @@ def block_table(program: Program, ops: OpTable, tree: PrefixTree | None) -> Bloc
 
 
 def _first_readers(
-    program: Program, block_order: IntArray, ops: OpTable, tree: PrefixTree
+    program: Program, blocks: Blocks, owner: IntArray, ops: OpTable, tree: PrefixTree
 ) -> IntArray:
     """Per block the micro-batch row that reads it and runs its backward first; -1 for none.
 
@@ -83,47 +143,39 @@ def _first_readers(
     order, rank = sorted_by_rank(program.segments)
     segments = program.segments.rows(order)
     row = find_rows(program, rank, segments.micro_batch)
+    never = len(ops.kind)
+    backward_at = np.full(len(program.micro_batches), never, np.int64)
     is_backward = ops.kind == BACKWARD
-    backward_at = np.full(len(program.micro_batches), len(ops.kind), np.int64)
     backward_at[ops.row[is_backward]] = np.flatnonzero(is_backward)
     own = backward_at[row]
-    below = _smallest_below(segments.node, segments.start_depth, rank, tree, own)
-    below = np.where(below < own, below, len(ops.kind))
-    # Pieces in row order of the rank-sorted micro-batch table: a block is a range of them.
+    below = _smallest_below(tree, rank, segments.node, segments.start_depth, own)
+    below = np.where(below < own, below, never)
+    # Segments in row order of the rank-sorted micro-batch table: a block is a range of them.
     by_row = np.argsort(row, kind="stable")
     ends = np.cumsum(segments.num_tokens[by_row])
     tokens_before = np.concatenate([[0], ends])
-    first_piece = np.searchsorted(row[by_row], np.arange(len(program.micro_batches)))
-    blocks = program.blocks.rows(block_order)
-    owner = find_rows(program, blocks.rank, blocks.micro_batch)
-    start = tokens_before[first_piece[owner]] + blocks.start_row
+    first_segment = np.searchsorted(row[by_row], owner)
+    start = tokens_before[first_segment] + blocks.start_row
     low = np.searchsorted(ends, start, side="right")
     high = np.searchsorted(tokens_before[:-1], start + blocks.num_tokens, side="left")
-    padded = np.append(below[by_row], len(ops.kind))
+    padded = np.append(below[by_row], never)
     first = np.minimum.reduceat(padded, np.stack([low, high], axis=1).ravel())[::2]
-    row_of_op = np.append(ops.row, -1)
-    found: IntArray = row_of_op[first]
+    found: IntArray = np.append(ops.row, -1)[first]
     return found
 
 
 def _smallest_below(
-    node: IntArray, start_depth: IntArray, rank: IntArray, tree: PrefixTree, value: IntArray
+    tree: PrefixTree, rank: IntArray, node: IntArray, start_depth: IntArray, value: IntArray
 ) -> IntArray:
     """Smallest value of the segments strictly below each one in the tree of its rank."""
-    by_preorder = np.lexsort((start_depth, node, rank))
-    v, r = node[by_preorder], rank[by_preorder]
-    key = r * tree.num_nodes + v
-    opens = np.append(True, key[1:] != key[:-1])
-    above = tree.parent[v]
-    last_of_parent = np.searchsorted(key, r * tree.num_nodes + above, side="right") - 1
-    parent = np.where(opens, np.where(above > 0, last_of_parent, -1), np.arange(len(v)) - 1)
+    order, parent = segment_tree(tree, node, start_depth, rank)
     most = int(value.max(initial=0)) + 1
-    own, smallest = value[by_preorder].tolist(), [most] * len(v)
-    for place, up in zip(range(len(v) - 1, -1, -1), reversed(parent.tolist()), strict=True):
-        if up >= 0:
-            smallest[up] = min(smallest[up], smallest[place], own[place])
-    below = np.empty(len(v), np.int64)
-    below[by_preorder] = smallest
+    own, smallest = value[order].tolist(), [most] * len(order)
+    for place, above in zip(range(len(order) - 1, -1, -1), reversed(parent.tolist()), strict=True):
+        if above >= 0:
+            smallest[above] = min(smallest[above], smallest[place], own[place])
+    below = np.empty(len(order), np.int64)
+    below[order] = smallest
     return below
 
 
@@ -137,34 +189,31 @@ def stage_bytes(
 ) -> IntArray:
     """[n, 5] `MemoryState` of every op of a stage, in the stage's order.
 
+    Args:
+        order: see `stage_order`.
+
     Raises:
         PlanError: if a block is never released, or used while it is not alive.
     """
-    rows, _ = sorted_by_rank(program.micro_batches)
-    table = program.micro_batches.rows(rows)
-    kind, row = ops.kind[order], ops.row[order]
-    mode = table.activation[row]
-    tokens, head_tokens = table.num_tokens[row], table.head_tokens[row]
-    held = {
-        name: tokens * memory.held_bytes(name, 1, 0, is_last_stage)
-        + head_tokens * memory.held_bytes(name, 0, 1, is_last_stage)
-        for name in ("keep", "recompute", "drop")
-    }
-    first = np.select([mode == name for name in held], list(held.values()), 0)
-    last = np.where(mode == "drop", held["keep"], first)
-    begins = np.where(kind == FORWARD, first if program.is_update else 0, 0)
-    begins += np.where(kind == RECOMPUTE, last - first, 0)
-    ends = np.where(kind == BACKWARD, last, 0)
-    one_layer = tokens * memory.activation_bytes_per_token // memory.layers_per_stage
-    runs_through = (kind == FORWARD) & ((mode != "keep") | (not program.is_update))
-    runs_through |= (kind == BACKWARD) & (mode == "recompute")
-    logits = np.minimum(head_tokens, HEAD_CHUNK_TOKENS) * memory.logits_bytes_per_token
+    table = program.micro_batches.rows(sorted_by_rank(program.micro_batches)[0])
+    sizes = micro_batch_bytes(table, memory, is_last_stage)
+    repeats, drops = (table.activation == kind for kind in ("recompute", "drop"))
+    first = np.where(drops, sizes.drop, np.where(repeats, sizes.recompute, sizes.keep))
+    last = np.where(drops, sizes.keep, first)
+    nothing = np.zeros_like(first)
+    # By kind of op: what a micro-batch holds from then on, what it frees, what comes and goes.
+    begins = np.stack([first, nothing, last - first])
+    works = np.stack([sizes.layer * (drops | repeats), sizes.layer * repeats, nothing])
+    if not program.is_update:
+        begins[FORWARD], works[FORWARD] = 0, sizes.layer
+    ends = np.stack([nothing, last, nothing])
+    which = ops.kind[order], ops.row[order]
     live, gradient = _live_tokens(ops, blocks, order, len(table))
     return np.stack(
         [
             np.full(len(order), memory.static_bytes),
-            _running(begins, ends, ops) + one_layer * runs_through,
-            logits * is_last_stage,
+            _running(begins[which], ends[which], ops) + works[which],
+            sizes.logits[which[1]],
             live * memory.kv_bytes_per_token,
             gradient * memory.kv_gradient_bytes_per_token,
         ],
@@ -212,3 +261,23 @@ def _running(begins: IntArray, ends: IntArray, ops: OpTable) -> IntArray:
     at_start = np.concatenate([[0], np.cumsum(begins - ends)])[ops.first_op]
     running: IntArray = level - at_start[ops.rank]
     return running
+
+
+def peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
+    """Most bytes on a device of a rank; the first stage holds most, the last has logits.
+
+    Args:
+        program: one rank's program.
+        tree: the tree of the program of all ranks.
+    """
+    num_stages = memory.parallel.pipeline_model_parallel_size
+    ops = op_table(program)
+    if not len(ops.kind):
+        return memory.static_bytes
+    blocks = block_table(program, ops, tree if program.is_update else None)
+    peak = 0
+    for stage in {0, num_stages - 1}:
+        order = stage_order(ops, program.is_update, num_stages, stage)
+        states = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
+        peak = max(peak, int(states.sum(axis=1).max()))
+    return peak
