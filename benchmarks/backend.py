@@ -22,9 +22,9 @@ import torch
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups
+from psrl.backend.options import LossOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
-from psrl.backend.train.loss import LossOptions
 from psrl.backend.train.optimizer import MainGradients
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.tokens import TokenIds

@@ -17,7 +17,7 @@ import pandas as pd
 from psrl.analysis.calibration.executed_fit import calibrate_executed
 from psrl.analysis.simulated_vs_measured import agreement
 from psrl.backend.execution import concatenate_events
-from psrl.backend.train.options import ExecuteOptions
+from psrl.backend.options import ExecuteOptions
 from psrl.cli.execute_commands import execute_run
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.config import Setup, load_setup

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from psrl.backend.execute import fastest_implementation
+from psrl.backend.options import LossOptions
 from psrl.backend.train.inputs import RankProgram
-from psrl.backend.train.loss import LossOptions
 from psrl.backend.train.stage import PhaseInputs
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.run.run_directory import finite

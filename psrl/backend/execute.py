@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from psrl.backend.executable import check_executable, working_dtype
 from psrl.backend.io.checkpoint import (
     checkpoint_name,
     checkpoint_to_resume,
@@ -18,10 +19,10 @@ from psrl.backend.io.checkpoint import (
 from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.weights import load_hf
+from psrl.backend.options import ExecuteOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
-from psrl.backend.train.options import DTYPE_OF_BYTES, ExecuteOptions, check_executable
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.token_advantages import read_token_advantages
@@ -38,9 +39,7 @@ from .execution import Execution, concatenate_events, median_times
 from .launch import model_parallel
 
 
-def execute_plan(
-    plan: Plan, trace: Trace, options: ExecuteOptions, timeout_s: float = 600.0
-) -> Execution:
+def execute_plan(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution:
     """Run all phases of a plan on this rank of an existing process group.
 
     Every rank gets the gathered result. Phases run in the order log_old_prob, reference, update;
@@ -50,7 +49,7 @@ def execute_plan(
         PsrlError: see `check_executable` and `model_parallel`.
     """
     check_executable(plan, trace, options)
-    with model_parallel(plan.parallel, timeout_s) as pipeline:
+    with model_parallel(plan.parallel, options.timeout_s) as pipeline:
         return _PlanRun(plan, trace.iteration(plan.iteration), options, pipeline).run()
 
 
@@ -63,15 +62,9 @@ class _PlanRun:
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", torch.cuda.current_device())
-        name = options.dtype or DTYPE_OF_BYTES.get(plan.cluster.device.dtype_bytes)
-        if name is None:
-            raise BackendError(
-                f"no dtype has the plan's {plan.cluster.device.dtype_bytes} bytes",
-                f"choose a dtype: {list(DTYPE_OF_BYTES.values())}",
-            )
-        self._dtype_name = name
-        self._dtype = getattr(torch, name)
-        self._implementation = options.implementation or fastest_implementation(self._device)
+        self._dtype_name = working_dtype(plan, options)
+        self._dtype = getattr(torch, self._dtype_name)
+        self._implementation = options.attention or fastest_implementation(self._device)
         self.loss_tokens = LossTokens(batch)
         if options.token_advantages is not None:
             self.loss_tokens.advantage = read_token_advantages(
@@ -164,7 +157,6 @@ class _PlanRun:
             loss=self._options.loss,
             router=self._options.router,
             pipeline=self._pipeline,
-            measure_activations=self._options.measure_activations,
         )
 
     def _phase(self, phase: str) -> list[RankProgram]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from psrl.backend.options import DTYPE_OF_BYTES, ExecuteOptions, PhaseOptions, changed
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
 from psrl.core.errors import ConfigError, ExitCode
 from psrl.core.files import IfExists
-from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.config import Setup, load_setup
 from psrl.core.run.events import Events
 from psrl.core.run.metrics import run_metrics
@@ -17,12 +18,10 @@ from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace, open_trace
 
 from .execute_commands import execute_policies, format_exactness, require_exact
-from .execution_flags import ExecutionFlags
 from .output import OutputOptions, print_result
 from .plan_commands import format_warnings
 from .trace_output import format_stats, mode_stats
 
-DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}
 # Largest relative difference that rounding explains.
 TOLERANCE = {"bfloat16": 2.5e-2, "float32": 5e-6, "float64": 1e-10}
 DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
@@ -36,7 +35,7 @@ class Compare:
     agrees with the executed run of the same plan, in time, op order, cached bytes and memory.
     """
 
-    flags: ExecutionFlags
+    execution: PhaseOptions
     output: OutputOptions
     trace: Path | None = None
     """trace directory"""
@@ -63,7 +62,7 @@ class Compare:
 
     def run(self) -> ExitCode:
         if not self.execute:
-            self.flags.refuse_all("add --execute POLICY ..., or leave these flags out")
+            self._refuse_execution()
         if self.measured is not None or self.simulated is not None:
             return self._compare_with_measured()
         if self.trace is None or self.cluster is None or self.run_dir is None:
@@ -72,6 +71,13 @@ class Compare:
                 "pass --trace, --cluster and --run-dir, or --measured and --simulated",
             )
         return self._compare_policies(self.trace, self.cluster, self.run_dir)
+
+    def _refuse_execution(self) -> None:
+        if given := " and ".join(flag for flag, _ in changed(self.execution)):
+            raise ConfigError(
+                f"{given} would have no effect: no plan is executed",
+                "add --execute POLICY ..., or leave these flags out",
+            )
 
     def _compare_with_measured(self) -> ExitCode:
         from .agreement import compare_with_measured
@@ -104,8 +110,10 @@ class Compare:
         setup = load_setup(cluster, self.set)
         trace = open_trace(trace_path)
         batch = trace.iteration(self.iteration)
+        if self.execute:
+            self.execution.check(setup.model, PHASES)
         details = {"trace_hash": trace.content_hash, "kind": "comparison"}
-        dtype = self.flags.dtype or DTYPE_OF_BYTES[setup.cluster.device.dtype_bytes]
+        dtype = self.execution.dtype or DTYPE_OF_BYTES[setup.cluster.device.dtype_bytes]
         tolerance = TOLERANCE[dtype]
         differences: list[dict[str, Any]] = []
         inputs = [trace_path, cluster]
@@ -116,8 +124,9 @@ class Compare:
             plan_time_s, warnings = self._plan_and_simulate(run, setup, trace, batch)
             run.note(plan_time_s=plan_time_s)
             if self.execute:
+                options = ExecuteOptions(**vars(self.execution), keep_gradients=True)
                 differences = execute_policies(
-                    run, self.execute, self.baseline, trace, self.flags, tolerance, self.output
+                    run, self.execute, self.baseline, trace, options, tolerance, self.output
                 )
             with self.output.step("writing tables, plots and report"):
                 table = write_comparison(run.path, self.baseline)

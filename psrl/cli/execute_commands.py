@@ -4,10 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
+from psrl.backend.executable import check_executable
+from psrl.backend.options import ExecuteOptions, changed
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
 from psrl.core.files import IfExists, write_file
 from psrl.core.plan.check_plan import check_plan
@@ -15,12 +17,8 @@ from psrl.core.plan.plan import Plan
 from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
-from .execution_flags import ExecutionFlags
 from .output import OutputOptions
 from .plan_commands import describe_metrics, plan_batch
-
-if TYPE_CHECKING:
-    from psrl.backend.train.options import ExecuteOptions
 
 
 @dataclass(frozen=True)
@@ -37,26 +35,15 @@ class Execute:
     """the trace that the plan was made for"""
     run_dir: Path
     """run directory to write"""
-    flags: ExecutionFlags
+    execution: ExecuteOptions
     output: OutputOptions
-    keep_gradients: bool = False
-    """store the gradients, so that `psrl verify` can compare two runs"""
-    checkpoint: Path | None = None
-    """directory of checkpoints; the run adds one after the last optimizer step"""
-    resume: bool = False
-    """start from the last checkpoint there, also of another parallel layout"""
     if_exists: IfExists = "error"
     emit: Literal["torchrun", "sbatch"] | None = None
     """write RUN_DIR.sh, which runs the plan on the hosts of its cluster, and run nothing"""
 
     def run(self) -> ExitCode:
         plan, trace = Plan.load(self.plan), open_trace(self.trace)
-        options = self.flags.options(
-            plan.model,
-            keep_gradients=self.keep_gradients,
-            checkpoint=self.checkpoint,
-            resume=self.resume,
-        )
+        check_executable(plan, trace, self.execution)
         if self.emit is not None:
             return self._emit(plan, self.emit)
         from psrl.backend.launch import is_first_process
@@ -64,12 +51,11 @@ class Execute:
         if not is_first_process():
             from psrl.backend.io.output import execute_to_directory
 
-            nowhere = Path(os.devnull)
-            execute_to_directory(plan, trace, options, nowhere, self.flags.timeout_s)
+            execute_to_directory(plan, trace, self.execution, Path(os.devnull))
             return ExitCode.OK
         with self.output.step(f"executing {plan.policy} on {plan.parallel.world_size} process(es)"):
             metrics = execute_run(
-                plan, self.plan, trace, self.run_dir, options, self.flags.timeout_s, self.if_exists
+                plan, self.plan, trace, self.run_dir, self.execution, self.if_exists
             )
         text = describe_metrics(metrics)
         for key, what in (("resumed_from", "resumed from"), ("checkpoint", "saved checkpoint")):
@@ -92,13 +78,10 @@ class Execute:
         """This command without --emit, with absolute paths, as a list of arguments."""
         command = ["psrl", "execute", str(self.plan.resolve())]
         command += ["--trace", str(self.trace.resolve()), "--run-dir", str(self.run_dir.resolve())]
-        command += self.flags.arguments()
-        if self.keep_gradients:
-            command.append("--keep-gradients")
-        if self.checkpoint is not None:
-            command += ["--checkpoint", str(self.checkpoint.resolve())]
-        if self.resume:
-            command.append("--resume")
+        for flag, value in changed(self.execution):
+            command.append(flag)
+            if value is not True:
+                command.append(str(value.resolve() if isinstance(value, Path) else value))
         if self.if_exists != "error":
             command += ["--if-exists", self.if_exists]
         return command
@@ -128,8 +111,7 @@ def execute_run(
     plan_path: Path,
     trace: Trace,
     run_dir: Path,
-    options: "ExecuteOptions",
-    timeout_s: float,
+    options: ExecuteOptions,
     if_exists: IfExists = "error",
 ) -> dict[str, Any]:
     """Execute a plan into a run directory; returns its metrics."""
@@ -143,7 +125,7 @@ def execute_run(
         "seed": options.seed,
     }
     with RunDir(run_dir, "execute", if_exists, details, [plan_path, trace.path]) as run:
-        metrics = execute_to_directory(plan, trace, options, run.path, timeout_s)
+        metrics = execute_to_directory(plan, trace, options, run.path)
         run.write_json("metrics.json", metrics)
     return metrics
 
@@ -153,7 +135,7 @@ def execute_policies(
     policies: Sequence[str],
     baseline: str,
     trace: Trace,
-    flags: ExecutionFlags,
+    options: ExecuteOptions,
     tolerance: float,
     output: OutputOptions,
 ) -> list[dict[str, Any]]:
@@ -168,9 +150,7 @@ def execute_policies(
         folder = run.path / "policies" / name / "plan"
         plan = Plan.load(folder)
         with output.step(f"executing {name} on {plan.parallel.world_size} process(es)"):
-            options = flags.options(plan.model, keep_gradients=True)
-            target = run.path / "executed" / name
-            execute_run(plan, folder, trace, target, options, flags.timeout_s)
+            execute_run(plan, folder, trace, run.path / "executed" / name, options)
     executed = run.path / "executed"
     rows: dict[str, dict[str, Any]] = {}
     for name in policies:

@@ -10,13 +10,12 @@ import torch
 from psrl.backend.compat import GPTModel, parallel_state
 from psrl.backend.launch import model_parallel
 from psrl.backend.model.model import build_model, hidden_states, logits, rotary_angles
-from psrl.backend.model.moe import RouterOptions
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.tree_spec import TreeSeqParams
+from psrl.backend.options import LossOptions, RouterOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
 from psrl.backend.train.kv_store import BlockStore
-from psrl.backend.train.loss import LossOptions
 from psrl.backend.train.optimizer import MainGradients
 from psrl.backend.train.pipe import SEND_WINDOW, SINGLE_STAGE, Pipeline
 from psrl.backend.train.stage import PhaseInputs

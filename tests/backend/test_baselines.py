@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from psrl.backend.execution import Execution
-from psrl.backend.train.loss import LossOptions
-from psrl.backend.train.options import ExecuteOptions
+from psrl.backend.options import ExecuteOptions, LossOptions
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.plan.plan import Plan
 from psrl.core.run.config import PlanningConfig

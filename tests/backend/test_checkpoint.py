@@ -18,9 +18,10 @@ from psrl.backend.io.checkpoint import latest_checkpoint, load_checkpoint, save_
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
+from psrl.backend.options import OptimizerOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
-from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.backend.train.optimizer import MainAdamW, MainGradients
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.tokens import TokenIds
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig

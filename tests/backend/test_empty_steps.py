@@ -13,9 +13,7 @@ import torch
 
 from psrl.backend.execution import Execution
 from psrl.backend.launch import run_ranks
-from psrl.backend.model.moe import Dispatcher, RouterOptions
-from psrl.backend.train.loss import LossOptions
-from psrl.backend.train.options import ExecuteOptions
+from psrl.backend.options import Dispatcher, ExecuteOptions, LossOptions, RouterOptions
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.plan.check_ops import check_op_patterns
 from psrl.core.plan.plan import Program

@@ -12,13 +12,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from psrl.backend.executable import check_executable
 from psrl.backend.execution import Execution
 from psrl.backend.io import checkpoint as checkpoint_module
 from psrl.backend.io.output import execute_to_directory
-from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.backend.options import ExecuteOptions
 from psrl.backend.train.stage import StageRun
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, ConfigError
 from psrl.core.plan.plan import Plan
 from psrl.core.plan.schedule import Op
 from psrl.core.run.run_directory import RunDir
@@ -175,7 +176,7 @@ def test_a_rank_that_dies_while_saving_leaves_nothing(
         pytest.raises(BackendError, match="rank 0 died"),
         RunDir(tmp_path / "run", "execute") as directory,
     ):
-        execute_to_directory(make_plan(trace, DP2), trace, options, directory.path, timeout_s=120)
+        execute_to_directory(make_plan(trace, DP2), trace, options, directory.path)
     assert checkpoints(tmp_path) == ["checkpoints"]
     assert checkpoints(tmp_path / "checkpoints") == []
 
@@ -183,10 +184,10 @@ def test_a_rank_that_dies_while_saving_leaves_nothing(
 @pytest.mark.slow
 def test_what_cannot_be_resumed_is_said(trace: Trace, tmp_path: Path) -> None:
     plan, root = make_plan(trace), tmp_path / "run"
-    with pytest.raises(BackendError, match="no complete checkpoint to resume from"):
+    with pytest.raises(ConfigError, match="no complete checkpoint to resume from"):
         train(plan, trace, root, True)
     train(plan, trace, root, False)
-    with pytest.raises(BackendError, match=f"has checkpoint {FIRST} of an earlier run"):
+    with pytest.raises(ConfigError, match=f"has checkpoint {FIRST} of an earlier run"):
         train(plan, trace, root, False)
     deeper = make_plan(trace, model=TINY.model_copy(update={"num_layers": 4}))
     with pytest.raises(BackendError, match="model has num_layers 3"):
@@ -196,9 +197,9 @@ def test_what_cannot_be_resumed_is_said(trace: Trace, tmp_path: Path) -> None:
 
 def test_options_of_checkpoints(trace: Trace, tmp_path: Path) -> None:
     plan = make_plan(trace)
-    with pytest.raises(BackendError, match="add --checkpoint DIR"):
+    with pytest.raises(ConfigError, match="add --checkpoint DIR"):
         check_executable(plan, trace, ExecuteOptions(resume=True))
     forward = replace(plan, programs=plan.programs[:1])
-    with pytest.raises(BackendError, match="no update phase"):
+    with pytest.raises(ConfigError, match="no update phase"):
         check_executable(forward, trace, ExecuteOptions(checkpoint=tmp_path))
     check_executable(forward, trace, ExecuteOptions(checkpoint=tmp_path, resume=True))

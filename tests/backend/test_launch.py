@@ -133,7 +133,7 @@ for parallel in (
 ):
     directory = Path(%r) / str(len(losses))
     directory.mkdir(exist_ok=True)
-    metrics = execute_to_directory(make_plan(trace, parallel), trace, OPTIONS, directory, 120)
+    metrics = execute_to_directory(make_plan(trace, parallel), trace, OPTIONS, directory)
     losses.append(metrics.get("loss"))
 if is_first_process():
     print(losses[0] == losses[2], max(abs(a - b) for a, b in zip(*losses[:2])) <= 2e-5)

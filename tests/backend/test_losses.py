@@ -1,6 +1,7 @@
 """Every loss and reduction equals the same loss written down for samples alone."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psrl.backend.launch import model_parallel, run_ranks
+from psrl.backend.options import LossKind, LossOptions, PhaseOptions
 from psrl.backend.train.loss import (
     EdgeValues,
-    LossOptions,
-    check_loss,
     edge_terms,
     loss_weights,
     sequence_log_ratios,
@@ -22,13 +22,14 @@ from psrl.backend.train.loss import (
 from psrl.backend.train.predictions import vocab_parallel_entropy
 from psrl.backend.train.stage import PhaseInputs
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.errors import BackendError
+from psrl.core.errors import ConfigError
+from psrl.core.plan.plan import PHASES
 from tests.backend.alone import SampleAlone, samples_alone, train_alone
-from tests.backend.cases import Case, Outcome, case_model, make_case, relative_error, run_case
+from tests.backend.cases import TINY, Case, Outcome, case_model, make_case, relative_error, run_case
 
 FIXED = 7
 
-PPO = LossOptions(temperature=0.7)
+PPO = LossOptions(reduction="token-mean", kl_coefficient=0.0, temperature=0.7)
 OPTIONS = {
     "token-mean": replace(PPO, entropy_coefficient=0.2),
     "token-sum": replace(PPO, reduction="seq-mean-token-sum", dual_clip=1.5),
@@ -198,7 +199,7 @@ def test_sequence_ratio_of_another_ranks_sample_is_unknown() -> None:
 def test_gspo_has_the_gradient_of_the_geometric_mean() -> None:
     logp = torch.tensor([-1.0, -2.5, -0.3], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -2.4, -0.35], dtype=torch.float64)
-    options = LossOptions(kind="gspo", reduction="seq-mean-token-mean")
+    options = LossOptions(kind="gspo", kl_coefficient=0.0)
     nan = torch.full_like(old, torch.nan)
     values = EdgeValues(
         weight=torch.full_like(old, 1 / 3),
@@ -218,15 +219,31 @@ def test_gspo_has_the_gradient_of_the_geometric_mean() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (LossOptions(kind="gspo"), "reduction 'token-mean' is not GSPO"),
-        (LossOptions(reduction="mean"), "unknown reduction 'mean'"),  # type: ignore[arg-type]
-        (LossOptions(reduction="seq-mean-token-sum-norm"), "fixed_length_tokens None"),
-        (LossOptions(fixed_length_tokens=3), "'token-mean' with fixed_length_tokens 3"),
-        (LossOptions(kl_estimator="k4"), "unknown KL estimator 'k4'"),  # type: ignore[arg-type]
+        (LossOptions(kind="dpo"), "--loss dpo is refused.*one of ppo_clip"),  # type: ignore[arg-type]
+        (LossOptions(kind="gspo", reduction="token-mean"), "token-mean with --loss gspo is not"),
+        (LossOptions(reduction="mean"), "--reduction mean is"),  # type: ignore[arg-type]
+        (LossOptions(reduction="seq-mean-token-sum-norm"), "pass --fixed-length-tokens"),
+        (LossOptions(fixed_length_tokens=3), "--fixed-length-tokens would have no effect"),
+        (LossOptions(kl_estimator="k4"), "--kl-estimator k4 is refused"),  # type: ignore[arg-type]
         (LossOptions(dual_clip=1.0), "--dual-clip 1.0"),
         (LossOptions(temperature=0.0), "--temperature 0.0"),
     ],
 )
 def test_wrong_options_are_refused(options: LossOptions, message: str) -> None:
-    with pytest.raises(BackendError, match=message):
-        check_loss(options, {"log_old_prob", "update"})
+    with pytest.raises(ConfigError, match=message):
+        PhaseOptions(loss=options).check(TINY, PHASES)
+
+
+@pytest.mark.parametrize(
+    ("phases", "kind", "message"),
+    [
+        ({"update", "reference"}, "ppo_clip", "--loss ppo_clip needs phase log_old_prob"),
+        ({"update", "log_old_prob"}, "ppo_clip", "a KL penalty needs phase reference"),
+        ({"update"}, "sft", ""),
+        ({"log_old_prob"}, "gspo", ""),
+    ],
+)
+def test_losses_need_phases(phases: set[str], kind: LossKind, message: str) -> None:
+    options = PhaseOptions(loss=LossOptions(kind=kind))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        options.check(TINY, phases)

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from psrl.backend.executable import check_executable
 from psrl.backend.execute import execute_plan
 from psrl.backend.execution import Execution
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import build_model, stage_rows
-from psrl.backend.model.moe import RouterOptions
 from psrl.backend.model.parameters import ParallelGroups, gather_full, stage_parameters
-from psrl.backend.train.loss import LossOptions
-from psrl.backend.train.optimizer import MainGradients, OptimizerOptions
-from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.backend.options import ExecuteOptions, LossOptions, OptimizerOptions, RouterOptions
+from psrl.backend.train.optimizer import MainGradients
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
-from psrl.core.errors import BackendError, PlanError
+from psrl.core.errors import ConfigError, PlanError
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace
@@ -191,5 +190,5 @@ def test_weights_are_loaded_for_both_policies(trace: Trace, tmp_path: Path) -> N
     random = execute(make_plan(trace, model=spec), trace, replace(options, weights=None))
     assert np.abs(random.old_logprob - same.old_logprob).max() > 0.1
     wrong = replace(options, reference_weights=tmp_path / "none")
-    with pytest.raises(BackendError, match="is no directory of weights"):
+    with pytest.raises(ConfigError, match=r"--reference-weights .*none is refused"):
         execute(make_plan(trace, model=spec), trace, wrong)

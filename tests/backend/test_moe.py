@@ -10,15 +10,9 @@ from torch import Tensor
 
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import transformer_config
-from psrl.backend.model.moe import (
-    RouterOptions,
-    RouterRun,
-    router_loss,
-    rows_to_exchange,
-    token_multiplicity,
-)
+from psrl.backend.model.moe import RouterRun, router_loss, rows_to_exchange, token_multiplicity
+from psrl.backend.options import LossOptions, RouterOptions
 from psrl.backend.train import inputs as inputs_module
-from psrl.backend.train.loss import LossOptions
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError
 from psrl.core.plan.packing import pack_rank
@@ -47,7 +41,7 @@ MOE = TINY.model_copy(
     }
 )
 ROUTER = RouterOptions(balance_coefficient=0.7, z_coefficient=0.05)
-GSPO = LossOptions(kind="gspo", reduction="seq-mean-token-mean")
+GSPO = LossOptions(kind="gspo", kl_coefficient=0.0)
 
 
 def moe_case(seed: int, num_ranks: int = 1, spec: ModelSpec = MOE) -> Case:

@@ -13,10 +13,11 @@ from psrl.backend.compat import parallel_state
 from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import build_model, transformer_config
 from psrl.backend.model.parameters import ParallelGroups, gather_full, load_full, shard, unshard
+from psrl.backend.options import OptimizerOptions
 from psrl.backend.train.inputs import LossTokens, edge_inputs
 from psrl.backend.train.kv_store import BlockStore, buffer_rows
-from psrl.backend.train.loss import LossOptions, check_loss, kl_terms
-from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.backend.train.loss import kl_terms
+from psrl.backend.train.optimizer import MainAdamW, MainGradients
 from psrl.backend.train.predictions import vocab_parallel_logprobs
 from psrl.backend.train.tokens import TokenIds, expand_tokens, packed_token_ids
 from psrl.core.cost.cluster import ParallelConfig
@@ -296,10 +297,3 @@ def test_main_weights_keep_steps_that_bf16_would_lose() -> None:
 def test_unproven_settings_are_refused(name: str, value: object) -> None:
     with pytest.raises(BackendError, match=f"{name} = .* is refused"):
         transformer_config(TINY, ParallelConfig(), torch.float32, **{name: value})
-
-
-def test_unknown_loss_names_the_known_ones() -> None:
-    with pytest.raises(BackendError, match="unknown loss 'dpo'"):
-        check_loss(LossOptions(kind="dpo"), {"update"})  # type: ignore[arg-type]
-    with pytest.raises(BackendError, match="needs phase reference"):
-        check_loss(LossOptions(kl_coefficient=0.1), {"log_old_prob", "update"})

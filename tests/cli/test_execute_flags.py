@@ -1,9 +1,12 @@
 """Flags of `psrl execute`: every option can be set, and flags that do not go together are named."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -11,49 +14,49 @@ import pyarrow.parquet as pq
 import pytest
 import tyro
 
-from psrl.backend.model.moe import RouterOptions
-from psrl.backend.train.loss import LossOptions
-from psrl.backend.train.optimizer import OptimizerOptions
-from psrl.backend.train.options import ExecuteOptions
+from psrl.backend.options import AttentionName, ExecuteOptions, changed
 from psrl.cli import main
-from psrl.cli.execution_flags import ExecutionFlags
 from psrl.core.errors import ExitCode, PsrlError
+from psrl.core.plan.plan import PHASES
 from psrl.core.samples.trace import Trace
+from psrl.kernels.attention.tree_attention import Implementation
 from tests.backend.cases import TINY
 from tests.backend.test_execute import make_plan, make_trace
 from tests.backend.test_moe import MOE
 
 
-def parse(line: str) -> ExecutionFlags:
+def parse(line: str) -> ExecuteOptions:
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(ExecutionFlags, args=line.split(), config=config)
+    return tyro.cli(ExecuteOptions, args=line.split(), config=config)
 
 
 def test_without_flags_the_options_have_their_defaults() -> None:
-    options = parse("").options(TINY)
-    assert options == ExecuteOptions(loss=LossOptions(kl_coefficient=0.001))
-    assert parse("").arguments() == []
+    assert parse("") == ExecuteOptions()
+    assert list(changed(parse(""))) == []
+    ExecuteOptions().check(TINY, PHASES)
 
 
 EVERYTHING = (
-    "--seed 3 --init-std 0.5 --reference-perturb 0.25 --loss ppo_clip "
+    "--seed 3 --init-std 0.5 --reference-perturb 0.25 --token-advantages {file} "
+    "--reduce-token-ids --dtype float64 --attention sdpa --warmup 1 --repeat 2 --timeout-s 60.0 "
     "--reduction seq-mean-token-sum-norm --fixed-length-tokens 64 --clip-ratio 0.1 "
     "--clip-ratio-high 0.3 --dual-clip 3.0 --kl-coefficient 0.5 --kl-estimator k2 "
-    "--entropy-coefficient 0.01 --temperature 0.6 --token-advantages /a.parquet "
+    "--entropy-coefficient 0.01 --temperature 0.6 "
     "--learning-rate 0.01 --beta1 0.8 --beta2 0.9 --epsilon 1e-06 --weight-decay 0.1 "
     "--max-gradient-norm inf --router-balance-coefficient 0.7 --router-z-coefficient 0.05 "
-    "--router-dispatcher allgather --dtype float64 --attention sdpa --reduce-token-ids "
-    "--warmup 1 --repeat 2 --timeout-s 60.0"
+    "--router-dispatcher allgather --keep-gradients --checkpoint /c --resume"
 )
 
 
-def test_every_option_can_be_set() -> None:
-    flags = parse(EVERYTHING)
-    options = flags.options(MOE, keep_gradients=True, checkpoint=Path("/c"), resume=True)
-    default = ExecuteOptions(
-        loss=LossOptions(kl_coefficient=0.001), router=RouterOptions(), optimizer=OptimizerOptions()
-    )
-    unset = {"weights", "reference_weights", "measure_activations"}
+def test_every_option_can_be_set(tmp_path: Path) -> None:
+    (tmp_path / "advantages.parquet").touch()
+    line = EVERYTHING.format(file=tmp_path / "advantages.parquet")
+    options = parse(line)
+    options.check(MOE, PHASES)
+    given = [(flag, *([] if value is True else [str(value)])) for flag, value in changed(options)]
+    assert " ".join(word for words in given for word in words) == line
+    unset = {"weights", "reference_weights", "kind"}
+    default = ExecuteOptions()
     for found, before in (
         (options, default),
         (options.loss, default.loss),
@@ -61,13 +64,12 @@ def test_every_option_can_be_set() -> None:
         (options.optimizer, default.optimizer),
     ):
         for field in fields(found):
-            if field.name not in {*unset, "kind"}:
+            if field.name not in unset:
                 assert getattr(found, field.name) != getattr(before, field.name), field.name
-    assert " ".join(flags.arguments()) == EVERYTHING.replace("--loss ppo_clip ", "")
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "reduction", "kl_coefficient"),
+    ("line", "kind", "reduction", "kl_weight"),
     [
         ("--loss gspo", "gspo", "seq-mean-token-mean", 0.001),
         ("--loss cispo --kl-coefficient 0", "cispo", "token-mean", 0.0),
@@ -75,14 +77,9 @@ def test_every_option_can_be_set() -> None:
         ("--loss sft --kl-coefficient 0.1 --kl-estimator k1", "sft", "token-mean", 0.1),
     ],
 )
-def test_losses(line: str, kind: str, reduction: str, kl_coefficient: float) -> None:
-    loss = parse(line).options(TINY).loss
-    assert (loss.kind, loss.reduction, loss.kl_coefficient) == (kind, reduction, kl_coefficient)
-
-
-def test_weights_are_passed_on() -> None:
-    options = parse("--weights /w --reference-weights /r").options(TINY)
-    assert (options.weights, options.reference_weights) == (Path("/w"), Path("/r"))
+def test_losses(line: str, kind: str, reduction: str, kl_weight: float) -> None:
+    loss = parse(line).loss
+    assert (loss.kind, loss.term_reduction, loss.kl_weight) == (kind, reduction, kl_weight)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +100,7 @@ def test_weights_are_passed_on() -> None:
             "--kl-estimator would have no effect with a --kl-coefficient",
         ),
         ("--loss cispo --dual-clip 3", "--dual-clip would have no effect with --loss cispo"),
+        ("--resume", "--resume has no directory to resume from: add --checkpoint DIR"),
         ("--reduction seq-mean-token-sum-norm", "pass --fixed-length-tokens"),
         (
             "--fixed-length-tokens 8",
@@ -122,7 +120,7 @@ def test_weights_are_passed_on() -> None:
 )
 def test_flags_that_do_not_go_together_are_named(line: str, message: str) -> None:
     with pytest.raises(PsrlError) as caught:
-        parse(line).options(TINY)
+        parse(line).check(TINY, PHASES)
     assert message in str(caught.value)
     assert caught.value.exit_code == ExitCode.BAD_INPUT
 
@@ -153,22 +151,47 @@ def command(trace: Trace, run_dir: Path, *flags: object) -> list[str]:
         ("--epsilon 0", "--epsilon 0.0"),
         ("--weight-decay -1", "--weight-decay -1.0"),
         ("--max-gradient-norm 0", "--max-gradient-norm 0.0"),
+        ("--learning-rate nan", "--learning-rate nan is refused: it must be finite and 0 or more"),
+        ("--max-gradient-norm nan", "--max-gradient-norm nan"),
+        ("--entropy-coefficient inf", "--entropy-coefficient inf"),
+        ("--fixed-length-tokens 0", "--fixed-length-tokens 0"),
+        ("--router-z-coefficient nan", "--router-z-coefficient nan"),
+        ("--reference-perturb nan", "--reference-perturb nan"),
+        ("--timeout-s 0", "--timeout-s 0.0"),
+        ("--seed -1", "--seed -1"),
+        ("--seed 9223372036854775808", "below 2^63"),
         ("--init-std -1", "--init-std -1.0"),
         ("--repeat 0", "--repeat 0"),
         ("--warmup -1", "--warmup -1"),
-        ("--resume", "add --checkpoint DIR"),
-        ("--token-advantages none.parquet", "none.parquet cannot be read"),
-        ("--weights none", "none is no directory of weights"),
+        ("--token-advantages none.parquet", "none.parquet is refused: it must be a file"),
+        ("--weights none", "--weights none is refused: it must be a directory with safetensors"),
     ],
 )
 def test_values_out_of_range(
     trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    assert main(command(trace, tmp_path / "run", *flags.split())) != ExitCode.OK
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    assert main(command(trace, tmp_path / "run", *flags.split())) == ExitCode.BAD_INPUT
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_named_before_torch_is_imported(trace: Trace, tmp_path: Path) -> None:
+    flags = ("--weights", "nope", "--repeat", "0", "--learning-rate", "nan", "--loss", "sft")
+    words = command(trace, tmp_path / "run", *flags, "--dual-clip", "2")
+    code = (
+        "import sys; from psrl.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == ExitCode.BAD_INPUT, found.stderr
+    for flag in ("--weights nope", "--repeat 0", "--learning-rate nan", "--dual-clip would have"):
+        assert flag in found.stderr
+
+
+def test_attention_names_are_those_of_the_kernels() -> None:
+    assert set(get_args(AttentionName)) == set(get_args(Implementation))
 
 
 def advantages(trace: Trace) -> pa.Table:
@@ -230,17 +253,15 @@ def test_wrong_token_advantages(
 ) -> None:
     path = tmp_path / "wrong.parquet"
     pq.write_table(change(advantages(trace)), path)
-    assert main(command(trace, tmp_path / "run", "--token-advantages", path)) != ExitCode.OK
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    assert main(command(trace, tmp_path / "run", "--token-advantages", path)) == ExitCode.BAD_INPUT
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         ("--init-std 0.3", "--init-std"),
-        ("--repeat 2 --loss gspo --reduce-token-ids", "--loss and --reduce-token-ids and --repeat"),
+        ("--repeat 2 --loss gspo --reduce-token-ids", "--reduce-token-ids and --repeat and --loss"),
     ],
 )
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from psrl.backend.model.parameters import (
 from psrl.backend.model.weights import written_parameters
 from psrl.backend.train.optimizer import STATES, MainAdamW
 from psrl.core.cost.cluster import ModelSpec
-from psrl.core.errors import BackendError
+from psrl.core.errors import BackendError, ConfigError
 
 from .new_directory import new_directory
 
@@ -121,22 +121,30 @@ def checkpoint_to_resume(root: Path, resume: bool) -> Path | None:
         The latest checkpoint if the run resumes, None if it starts anew.
 
     Raises:
-        BackendError: if there is none to resume from, or if a new run would continue the names
-            of another.
+        ConfigError: see `check_resumable`.
     """
     found = [latest_checkpoint(root)]
     dist.broadcast_object_list(found)
-    latest = found[0]
+    check_resumable(root, found[0], resume)
+    return found[0]
+
+
+def check_resumable(root: Path, latest: Path | None, resume: bool) -> None:
+    """Check that a run under `root` may start, given the latest checkpoint there.
+
+    Raises:
+        ConfigError: if there is none to resume from, or if a new run would continue the names of
+            another.
+    """
     if resume and latest is None:
-        raise BackendError(
+        raise ConfigError(
             f"{root} has no complete checkpoint to resume from", "start without --resume"
         )
     if latest is not None and not resume:
-        raise BackendError(
+        raise ConfigError(
             f"{root} has checkpoint {latest.name} of an earlier run",
             "pass --resume to continue it, or choose another directory",
         )
-    return latest
 
 
 def checkpoint_name(num_steps: int) -> str:

@@ -9,15 +9,20 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from psrl.backend.executable import check_executable
 from psrl.backend.execute import execute_plan
 from psrl.backend.execution import Execution
-from psrl.backend.launch import in_torchrun, run_ranks
-from psrl.backend.train.options import ExecuteOptions, check_executable
+from psrl.backend.launch import in_torchrun, is_first_process, run_ranks
+from psrl.backend.options import ExecuteOptions
+from psrl.backend.train.inputs import LossTokens
+from psrl.backend.train.token_advantages import read_token_advantages
 from psrl.core.files import remove_leftovers
 from psrl.core.plan.plan import Plan
 from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace
+
+from .checkpoint import check_resumable, latest_checkpoint
 
 
 def execution_metrics(plan: Plan, batch: SampleBatch, execution: Execution) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def write_execution(directory: Path, execution: Execution) -> None:
 
 
 def execute_to_directory(
-    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path, timeout_s: float = 600.0
+    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path
 ) -> dict[str, Any]:
     """Execute a plan on as many processes as it needs; rank 0 writes into the directory.
 
@@ -87,10 +92,15 @@ def execute_to_directory(
         PsrlError: see `check_executable` and `run_ranks`.
     """
     check_executable(plan, trace, options)
+    if options.checkpoint is not None and is_first_process():
+        check_resumable(options.checkpoint, latest_checkpoint(options.checkpoint), options.resume)
+    if options.token_advantages is not None:
+        read_token_advantages(options.token_advantages, LossTokens(trace.iteration(plan.iteration)))
     world_size = plan.parallel.world_size
-    arguments = (plan, trace, options, directory, timeout_s)
     try:
-        return run_ranks(_execute_rank, world_size, *arguments, timeout_s=timeout_s)[0]
+        return run_ranks(
+            _execute_rank, world_size, plan, trace, options, directory, timeout_s=options.timeout_s
+        )[0]
     except BaseException:
         # Under torchrun other ranks may still be writing; the next attempt replaces it.
         if options.checkpoint is not None and not in_torchrun():
@@ -99,9 +109,9 @@ def execute_to_directory(
 
 
 def _execute_rank(
-    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path, timeout_s: float
+    plan: Plan, trace: Trace, options: ExecuteOptions, directory: Path
 ) -> dict[str, Any]:
-    execution = execute_plan(plan, trace, options, timeout_s)
+    execution = execute_plan(plan, trace, options)
     if dist.get_rank() != 0:
         return {}
     metrics = execution_metrics(plan, trace.iteration(plan.iteration), execution)

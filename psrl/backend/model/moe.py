@@ -14,7 +14,7 @@ close that rounding decides.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,33 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from psrl.backend.compat import parallel_state
+from psrl.backend.options import RouterOptions
 from psrl.core.errors import BackendError
 from psrl.core.plan.packing import PackedMicroBatch
 from psrl.core.plan.plan import Program
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
-
-Dispatcher = Literal["alltoall", "allgather"]
-
-
-@dataclass(frozen=True)
-class RouterOptions:
-    """Losses of the routers, added to the loss of an update.
-
-    Attributes:
-        balance_coefficient: weight of the load-balancing loss of each layer; 0 for none.
-        z_coefficient: weight of the z-loss of each layer; 0 for none.
-        dispatcher: how tokens travel to the ranks of their experts.
-    """
-
-    balance_coefficient: float = 0.0
-    z_coefficient: float = 0.0
-    dispatcher: Dispatcher = "alltoall"
-
-    @property
-    def needs_fraction(self) -> bool:
-        """Whether an update must run a forward without gradients first."""
-        return self.balance_coefficient != 0.0
 
 
 @dataclass

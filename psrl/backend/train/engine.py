@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from psrl.backend.compat import GPTModel, parallel_state
 from psrl.backend.model.model import stage_rows
-from psrl.backend.model.moe import RouterOptions, RouterRun
+from psrl.backend.model.moe import RouterRun
+from psrl.backend.options import LossOptions, RouterOptions
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS, MemoryState
 from psrl.core.plan.schedule import Op
@@ -22,7 +23,7 @@ from psrl.kernels.attention.tree_attention import Implementation, prepare_attent
 from .inputs import EdgeInputs, RankProgram
 from .kv_store import BlockStore
 from .look_ahead import forward_only
-from .loss import LossOptions, sequence_log_ratios
+from .loss import sequence_log_ratios
 from .optimizer import MainAdamW, MainGradients
 from .pipe import SEND_WINDOW, SINGLE_STAGE, Pipe, Pipeline
 from .stage import PhaseInputs, StageRun

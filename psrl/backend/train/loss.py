@@ -6,74 +6,15 @@ mini-batch is the sum of weight times term over all edges of all micro-batches a
 come from logical counts of the whole mini-batch, so they do not depend on how it is cut.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from psrl.core.errors import BackendError
+from psrl.backend.options import KlEstimator, LossOptions
 from psrl.core.samples.sample import FloatArray, IntArray
-
-from .option_range import require
-
-LossKind = Literal["ppo_clip", "gspo", "cispo", "sft"]
-Reduction = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-KlEstimator = Literal["k1", "k2", "k3"]
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Which loss, and its coefficients.
-
-    Attributes:
-        reduction: how terms of S trained samples become one number; veRL's names. `token-mean`:
-            mean over all trained tokens. The others are means over samples of each sample's sum,
-            mean, or sum divided by `fixed_length_tokens`. Samples without a trained token do not
-            count. GSPO is defined with `seq-mean-token-mean`.
-        clip_ratio: the probability ratio is clipped to `[1 - clip_ratio, 1 + clip_ratio_high]`.
-        clip_ratio_high: None for the value of `clip_ratio`.
-        dual_clip: PPO's bound on the term of a negative advantage, in units of it; None for none.
-        kl_coefficient: weight of the KL penalty to the reference policy; 0 for none.
-        kl_estimator: k1, k2 or k3 of Schulman, "Approximating KL divergence", 2020.
-        entropy_coefficient: weight of the entropy, which is rewarded; 0 for none.
-        temperature: logits are divided by it, in all phases.
-    """
-
-    kind: LossKind = "ppo_clip"
-    reduction: Reduction = "token-mean"
-    fixed_length_tokens: int | None = None
-    clip_ratio: float = 0.2
-    clip_ratio_high: float | None = None
-    dual_clip: float | None = None
-    kl_coefficient: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    entropy_coefficient: float = 0.0
-    temperature: float = 1.0
-
-    @property
-    def needs_old_logprob(self) -> bool:
-        return self.kind != "sft"
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coefficient != 0.0
-
-    @property
-    def needs_sequence_ratio(self) -> bool:
-        """Whether an update must run a forward without gradients first."""
-        return self.kind == "gspo"
-
-    @property
-    def ratio_limits(self) -> tuple[float, float]:
-        """Smallest and largest ratio after clipping."""
-        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-        return 1.0 - self.clip_ratio, 1.0 + high
 
 
 @dataclass(frozen=True)
@@ -157,7 +98,7 @@ def edge_terms(
     terms_E = LOSSES[options.kind](logprob_E, values, options)
     if options.needs_reference:
         penalty_E = kl_terms(logprob_E, values.reference_logprob, options.kl_estimator)
-        terms_E = terms_E + options.kl_coefficient * penalty_E
+        terms_E = terms_E + options.kl_weight * penalty_E
     if entropy_E is not None:
         terms_E = terms_E - options.entropy_coefficient * entropy_E
     return terms_E
@@ -171,14 +112,14 @@ def loss_weights(sample: IntArray, options: LossOptions) -> FloatArray:
     """
     if not len(sample):
         return np.empty(0)
-    if options.reduction == "token-mean":
+    if options.term_reduction == "token-mean":
         return np.full(len(sample), 1.0 / len(sample))
     _, which, count = np.unique(sample, return_inverse=True, return_counts=True)
     weight = np.full(len(sample), 1.0 / len(count))
-    if options.reduction == "seq-mean-token-mean":
+    if options.term_reduction == "seq-mean-token-mean":
         return weight / count[which]
-    if options.reduction == "seq-mean-token-sum-norm":
-        assert options.fixed_length_tokens is not None, "check_loss was not called"
+    if options.term_reduction == "seq-mean-token-sum-norm":
+        assert options.fixed_length_tokens is not None, "options.check was not called"
         return weight / options.fixed_length_tokens
     return weight
 
@@ -197,49 +138,3 @@ def sequence_log_ratios(
     total = np.bincount(which, weights=logprob - old_logprob, minlength=len(count))
     mean: FloatArray = (total / count)[which] if len(sample) else np.empty(0)
     return mean
-
-
-def check_loss(options: LossOptions, phases: set[str]) -> None:
-    """Check the options, and that the phases which a loss reads from are there.
-
-    Raises:
-        BackendError: naming the missing phase, or the wrong option.
-    """
-    if options.kind not in LOSSES:
-        raise BackendError(f"unknown loss '{options.kind}'", f"use one of {sorted(LOSSES)}")
-    for name, value, known in (
-        ("reduction", options.reduction, Reduction),
-        ("KL estimator", options.kl_estimator, KlEstimator),
-    ):
-        if value not in get_args(known):
-            raise BackendError(f"unknown {name} '{value}'", f"use one of {list(get_args(known))}")
-    if options.kind == "gspo" and options.reduction != "seq-mean-token-mean":
-        raise BackendError(
-            f"loss 'gspo' with reduction '{options.reduction}' is not GSPO: its ratio belongs to "
-            "the sample",
-            "use reduction seq-mean-token-mean",
-        )
-    length = options.fixed_length_tokens
-    if (options.reduction == "seq-mean-token-sum-norm") != (length is not None and length > 0):
-        raise BackendError(
-            f"reduction '{options.reduction}' with fixed_length_tokens {length}",
-            "seq-mean-token-sum-norm divides by fixed_length_tokens > 0, no other reduction does",
-        )
-    dual_clip = options.dual_clip
-    require(options.temperature > 0, "temperature", options.temperature, "positive")
-    require(options.clip_ratio > 0, "clip_ratio", options.clip_ratio, "positive")
-    high = options.ratio_limits[1]
-    require(high > 1, "clip_ratio_high", options.clip_ratio_high, "positive")
-    require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "more than 1")
-    require(options.kl_coefficient >= 0, "kl_coefficient", options.kl_coefficient, "0 or more")
-    entropy = options.entropy_coefficient
-    require(math.isfinite(entropy), "entropy_coefficient", entropy, "finite")
-    for needed, phase, what, without in (
-        (options.needs_old_logprob, "log_old_prob", f"loss '{options.kind}'", "--loss sft"),
-        (options.needs_reference, "reference", "a KL penalty", "--kl-coefficient 0"),
-    ):
-        if needed and phase not in phases:
-            raise BackendError(
-                f"{what} needs phase {phase}, the plan has {sorted(phases)}",
-                f"plan phase {phase} too, or pass {without}",
-            )

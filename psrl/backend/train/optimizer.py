@@ -7,7 +7,6 @@ updates it, and the ranks exchange the updated weights.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,43 +21,10 @@ from psrl.backend.model.parameters import (
     sharded_dim,
     stage_parameters,
 )
-
-from .option_range import require
+from psrl.backend.options import OptimizerOptions
 
 STATES = ("main", "exp_avg", "exp_avg_sq")
 """What AdamW keeps per parameter: main weight, momentum and variance."""
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter, 2019), with clipping by the global gradient norm.
-
-    Attributes:
-        max_gradient_norm: scale gradients down to this norm; None never does.
-    """
-
-    learning_rate: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    max_gradient_norm: float | None = 1.0
-
-
-def check_optimizer(options: OptimizerOptions) -> None:
-    """Check the ranges.
-
-    Raises:
-        BackendError: naming the option.
-    """
-    limit = options.max_gradient_norm
-    rate = options.learning_rate
-    require(0 <= rate < float("inf"), "learning_rate", rate, "0 or more")
-    require(0 <= options.beta1 < 1, "beta1", options.beta1, "in [0, 1)")
-    require(0 <= options.beta2 < 1, "beta2", options.beta2, "in [0, 1)")
-    require(options.epsilon > 0, "epsilon", options.epsilon, "positive")
-    require(options.weight_decay >= 0, "weight_decay", options.weight_decay, "0 or more")
-    require(limit is None or limit > 0, "max_gradient_norm", limit, "positive")
 
 
 class FlatRegion:
@@ -250,7 +216,7 @@ class MainAdamW:
     def step(self, gradient_norm: float) -> None:
         """One update; scales the gradients if their norm exceeds the limit."""
         limit = self._options.max_gradient_norm
-        if limit is not None and gradient_norm > limit:
+        if gradient_norm > limit:
             self._gradients.scale(limit / gradient_norm)
         regions = self._gradients.regions
         for region, flat, main in zip(regions, self._gradients.flats, self._main, strict=True):

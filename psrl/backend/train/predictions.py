@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from psrl.backend.compat import GPTModel, parallel_state, reduce_from_tensor_model_parallel_region
 from psrl.backend.model.model import logits
+from psrl.backend.options import LossOptions
 
 from .inputs import EdgeInputs
-from .loss import LossOptions
 
 
 def edge_predictions(

@@ -16,6 +16,7 @@ from psrl.backend.compat import GPTModel
 from psrl.backend.model.model import hidden_states, rotary_angles
 from psrl.backend.model.moe import RoutedTokens, RouterRun
 from psrl.backend.model.tree_spec import TreeSeqParams
+from psrl.backend.options import LossOptions
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.plan.schedule import Op
 from psrl.core.samples.sample import FloatArray
@@ -23,7 +24,7 @@ from psrl.kernels.attention.tree_attention import Implementation
 
 from .inputs import EdgeInputs, MicroBatchInputs, RankProgram
 from .kv_store import BlockStore
-from .loss import EdgeValues, LossOptions, edge_terms, loss_weights
+from .loss import EdgeValues, edge_terms, loss_weights
 from .predictions import edge_predictions
 from .saved_bytes import SavedBytes
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psrl.core.errors import BackendError
+from psrl.core.errors import ConfigError
 from psrl.core.samples.sample import FloatArray
 
 from .inputs import LossTokens
@@ -21,13 +21,13 @@ def read_token_advantages(path: Path, loss_tokens: LossTokens) -> FloatArray:
     any order.
 
     Raises:
-        BackendError: if the file cannot be read, lacks a column, has rows for other tokens than
+        ConfigError: if the file cannot be read, lacks a column, has rows for other tokens than
             the trained ones, or numbers that are not finite.
     """
     try:
         table = pq.read_table(path, columns=_SCHEMA.names).cast(_SCHEMA)
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise BackendError(
+        raise ConfigError(
             f"{path} cannot be read as token advantages: {str(error).splitlines()[0]}",
             f"write a Parquet file with the columns {', '.join(_SCHEMA.names)}",
         ) from None
@@ -36,7 +36,7 @@ def read_token_advantages(path: Path, loss_tokens: LossTokens) -> FloatArray:
     wanted = np.stack([loss_tokens.sample, loss_tokens.token])
     found = np.stack([sample[order], token[order]])
     if found.shape != wanted.shape or (found != wanted).any():
-        raise BackendError(
+        raise ConfigError(
             f"{path} has {found.shape[1]} rows of other tokens than the {wanted.shape[1]} trained "
             f"ones{_first_difference(found, wanted)}",
             "write one row per trained token; logprobs.parquet of an execution lists them",
@@ -44,7 +44,7 @@ def read_token_advantages(path: Path, loss_tokens: LossTokens) -> FloatArray:
     values: FloatArray = advantage[order]
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise BackendError(
+        raise ConfigError(
             f"{path}: token {int(wanted[1, bad])} of sample {int(wanted[0, bad])} has advantage "
             f"{values[bad]}"
         )

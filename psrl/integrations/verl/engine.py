@@ -23,10 +23,9 @@ from verl.workers.utils.losses import ppo_loss
 from psrl.backend.compat import parallel_state
 from psrl.backend.execute import fastest_implementation
 from psrl.backend.model.model import build_model
-from psrl.backend.model.moe import RouterOptions
 from psrl.backend.model.weights import load_hf
+from psrl.backend.options import LossOptions, RouterOptions
 from psrl.backend.train.engine import RankEngine
-from psrl.backend.train.loss import LossOptions
 from psrl.core.errors import BackendError
 from psrl.core.run.events import EventLog
 from psrl.integrations.verl.batch.batch_run import BatchRun

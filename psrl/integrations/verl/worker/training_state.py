@@ -12,7 +12,8 @@ from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 from psrl.backend.io.checkpoint import load_checkpoint, save_checkpoint
 from psrl.backend.model.parameters import ParallelGroups
 from psrl.backend.model.weights import save_hf
-from psrl.backend.train.optimizer import MainAdamW, MainGradients, OptimizerOptions
+from psrl.backend.options import OptimizerOptions
+from psrl.backend.train.optimizer import MainAdamW, MainGradients
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.errors import BackendError
 
@@ -47,7 +48,7 @@ class TrainingState:
                 beta1=optimizer_config.betas[0],
                 beta2=optimizer_config.betas[1],
                 weight_decay=optimizer_config.weight_decay,
-                max_gradient_norm=limit if limit and limit > 0 else None,
+                max_gradient_norm=limit if limit and limit > 0 else math.inf,
             ),
         )
         self._schedule = get_megatron_optimizer_param_scheduler(self.optimizer, optimizer_config)
