@@ -119,9 +119,9 @@ EXECUTIONS_SCRIPT = """
 import sys
 from pathlib import Path
 from psrl.backend.launch import is_first_process
-from psrl.backend.output import execute_to_directory
-from psrl.core.cluster import ParallelConfig
-from psrl.core.trace import open_trace
+from psrl.backend.io.output import execute_to_directory
+from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.samples.trace import open_trace
 from tests.backend.test_execute import OPTIONS, make_plan
 
 trace = open_trace(Path(%r))
