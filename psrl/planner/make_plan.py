@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.plan.check_plan import check_plan
+from psrl.core.plan.clock import predicted_times
 from psrl.core.plan.plan import PHASES, Plan, PlanOptions
 from psrl.planner.bounds.forced_copies import Bound
 from psrl.planner.micro_batching.assemble import BuiltProgram
@@ -45,10 +44,10 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
         cluster=setup.cluster,
         parallel=setup.parallel,
         programs=tuple(d.built.program for d in decided),
-        predicted=_predicted(problem, decided),
         calibration=setup.calibration,
     )
     try:
+        plan = replace(plan, predicted=_predicted(problem, plan, decided))
         check_plan(
             plan,
             problem.batch,
@@ -101,28 +100,17 @@ def _largest_need(problem: PlanningProblem, decided: list[_Decided]) -> str:
     )
 
 
-def _predicted(problem: PlanningProblem, decided: list[_Decided]) -> dict[str, float]:
+def _predicted(problem: PlanningProblem, plan: Plan, decided: list[_Decided]) -> dict[str, float]:
     """Metrics of docs/metrics.md that the planner knows; times include all planned phases."""
-    makespan_s = sum(d.built.time_s + d.subproblem.step_s for d in decided)
+    times = predicted_times(plan, problem.cost_model)
+    makespan_s = times["makespan_s"]
     lower_bound_s = sum(d.bound.cost_s + d.subproblem.step_s for d in decided)
-    worker_time_max_s = worker_time_min_s = 0.0
-    by_phase: dict[str, float] = {}
-    for phase in problem.phases:
-        running = [d for d in decided if phase in d.subproblem.phases]
-        worker_s = np.sum([[r.time_s for r in d.built.ranks] for d in running], axis=0)
-        worker_time_max_s += float(worker_s.max())
-        worker_time_min_s += float(worker_s.min())
-        slowest_s = (max(r.time_s for r in d.built.ranks) for d in running)
-        by_phase[f"{phase}_s"] = sum(slowest_s) + sum(d.subproblem.step_s for d in running)
     built = [d.built for d in decided]
     unique_tokens = sum(d.subproblem.tree.unique_tokens for d in decided)
     executed_tokens = sum(b.program.unique_tokens for b in built)
     bound_s = sum(d.bound.cost_s for d in decided)
     return {
-        "makespan_s": makespan_s,
-        **by_phase,
-        "worker_time_max_s": worker_time_max_s,
-        "worker_time_min_s": worker_time_min_s,
+        **times,
         "lower_bound_s": lower_bound_s,
         "gap": makespan_s / lower_bound_s - 1.0 if lower_bound_s else 0.0,
         # Work of the slowest ranks over its lower bound, without pipeline and fixed costs.

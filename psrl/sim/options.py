@@ -3,9 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from psrl.core.cost.cost_model import RooflineCostModel
+import numpy as np
+
+from psrl.core.cost.cost_model import CostModel, RooflineCostModel
 from psrl.core.errors import ConfigError
+from psrl.core.plan.clock import Reduction
 from psrl.core.plan.plan import Plan
+from psrl.core.samples.sample import FloatArray
 
 Engine = Literal["simpy", "vectorised"]
 
@@ -88,3 +92,40 @@ def gradient_buckets(plan: Plan) -> int:
 def reduce_scatter_share(plan: Plan) -> float:
     """Share of a gradient reduction that sums fp32 gradients; the rest gathers new weights."""
     return _GRADIENT_BYTES / (_GRADIENT_BYTES + plan.cluster.device.dtype_bytes)
+
+
+@dataclass(frozen=True)
+class OverlappedReduction(Reduction):
+    """A reduction whose finished buckets are summed during the last backward.
+
+    Attributes:
+        num_buckets: buckets that are reduced as soon as they are ready.
+        scatter_share: share of the reduction that can be overlapped.
+    """
+
+    num_buckets: int
+    scatter_share: float
+
+    def exposed_s(self, start_s: FloatArray, end_s: FloatArray) -> float:
+        """Bucket b of B is ready on a rank when the share b / B of its last backward is done.
+
+        A stage reduces its buckets one after the other, each once it is ready on all ranks.
+        """
+        arrival_s = float(end_s.max())
+        scatter_s = self.reduction_s * self.scatter_share
+        done_s = np.zeros(len(end_s))
+        for bucket in range(1, self.num_buckets + 1):
+            left = 1.0 - bucket / self.num_buckets
+            ready_s = (end_s - left * (end_s - start_s)).max(axis=1)
+            done_s = np.maximum(done_s, ready_s) + scatter_s / self.num_buckets
+        waits_s = max(float(done_s.max()) - arrival_s, 0.0)
+        return waits_s + self.reduction_s * (1.0 - self.scatter_share)
+
+
+def chosen_reduction(plan: Plan, costs: CostModel, options: SimOptions) -> Reduction:
+    """What follows the ops of an update."""
+    reduction_s, step_s = costs.gradient_reduction_s(), costs.optimizer_step_s()
+    if not options.overlap_gradient_reduction:
+        return Reduction(reduction_s, step_s)
+    share = reduce_scatter_share(plan)
+    return OverlappedReduction(reduction_s, step_s, gradient_buckets(plan), share)

@@ -17,10 +17,11 @@ from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
 from psrl.backend.train.kv_store import BlockStore
 from psrl.backend.train.optimizer import MainGradients
-from psrl.backend.train.pipe import SEND_WINDOW, SINGLE_STAGE, Pipeline
+from psrl.backend.train.pipe import SINGLE_STAGE, Pipeline
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.tokens import TokenIds, expand_tokens
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
+from psrl.core.plan.clock import SEND_WINDOW
 from psrl.core.plan.packing import Chain, PackedMicroBatch
 from psrl.core.run.events import EventLog, Events
 from psrl.core.samples.sample import FloatArray, SampleBatch

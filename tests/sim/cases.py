@@ -36,6 +36,7 @@ class PlainCostModel:
     head_token_s: float = 0.0
     per_stage_s: float = 0.0
     message_op_s: float = 0.0
+    message_token_s: float = 0.0
     reduction_s: float = 0.0
     step_s: float = 0.0
 
@@ -58,7 +59,7 @@ class PlainCostModel:
         return self.stage_backward_s(0, num_tokens, pairs, head_tokens)
 
     def message_s(self, num_tokens: Amount) -> Amount:
-        return self.message_op_s
+        return self.message_op_s + self.message_token_s * num_tokens
 
     def gradient_reduction_s(self) -> float:
         return self.reduction_s

@@ -180,7 +180,6 @@ def test_messages_inside_a_host_use_no_port() -> None:
 
 def test_overlapped_buckets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "gradient_buckets", lambda plan: 2)
-    monkeypatch.setattr("psrl.sim.replay.reduction.gradient_buckets", lambda plan: 2)
     batch = chains_batch([2])
     plan = make_plan([chains_program(batch, [[0]])])
     costs = PlainCostModel(forward_op_s=1.0, backward_op_s=4.0, reduction_s=9.0)

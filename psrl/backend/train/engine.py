@@ -15,6 +15,7 @@ from psrl.backend.model.moe import RouterRun
 from psrl.backend.options import LossOptions, RouterOptions
 from psrl.core.cost.cluster import ModelSpec
 from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS, MemoryState
+from psrl.core.plan.clock import SEND_WINDOW
 from psrl.core.plan.schedule import Op
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, EventLog
 from psrl.core.samples.sample import FloatArray
@@ -25,7 +26,7 @@ from .kv_store import BlockStore
 from .look_ahead import forward_only
 from .loss import sequence_log_ratios
 from .optimizer import MainAdamW, MainGradients
-from .pipe import SEND_WINDOW, SINGLE_STAGE, Pipe, Pipeline
+from .pipe import SINGLE_STAGE, Pipe, Pipeline
 from .stage import PhaseInputs, StageRun
 
 

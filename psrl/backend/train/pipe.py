@@ -1,9 +1,9 @@
 """Messages between the stages of a pipeline: hidden states forward, their gradients backward.
 
 Both sides know the plan, so a message carries neither shape nor tag: messages of one direction
-arrive in the order of the op lists. One process group per direction keeps the two apart. Sends
-never block on their own receive, which is what plans are proven free of deadlock for
-(`psrl.core.plan.schedule.pipeline_timing` with a send window of 1 or more).
+arrive in the order of the op lists. One process group per direction keeps the two apart.
+`psrl.core.plan.clock` predicts the times of these messages, and with its send window or a smaller
+one no plan that passes `check_plan` hangs.
 """
 
 from collections import deque
@@ -18,12 +18,8 @@ from torch import Tensor
 
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError
+from psrl.core.plan.clock import RECEIVE_AHEAD, SEND_WINDOW
 from psrl.core.plan.schedule import Op
-
-SEND_WINDOW = 2
-"""Unfinished sends per direction: their tensors stay alive, and gloo never reports one as done."""
-RECEIVE_AHEAD = 1
-"""Receives posted before they are needed, so that a send finds its receive."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +136,11 @@ class Pipe:
     Args:
         ops: of this stage.
         shape_of: shape of a micro-batch's message, either direction.
-        send_window: see `SEND_WINDOW`; at least 1.
+        send_window: sends under way per direction, whose tensors stay alive; at least 1.
+        receive_ahead: receives posted before they are needed; at least 1.
 
     Raises:
-        BackendError: if the window is smaller.
+        BackendError: if one of them is smaller.
     """
 
     def __init__(

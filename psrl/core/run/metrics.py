@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from psrl.core.cost.cluster import ParallelConfig
+from psrl.core.plan.clock import worker_times_s
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
@@ -58,21 +59,13 @@ def phase_metrics(
 
 
 def _worker_times_s(compute: Events, num_ranks: int) -> FloatArray:
-    """[num_ranks] time each rank works: the spans of its programs from first start to last end.
-
-    Programs (optimizer steps) meet at the gradient reduction, so waiting for others between
-    them is not work; where the programs of a rank overlap, the time counts once.
-    """
+    """[num_ranks] `worker_times_s` of the ops that ran."""
     programs, program = np.unique(compute.program, return_inverse=True)
     first = np.full((len(programs), num_ranks), np.inf)
     last = np.zeros((len(programs), num_ranks))
     np.minimum.at(first, (program, compute.rank), compute.start_s)
     np.maximum.at(last, (program, compute.rank), compute.end_s)
-    worked, until = np.zeros(num_ranks), np.zeros(num_ranks)
-    for start, end in zip(first, last, strict=True):
-        worked += np.maximum(end - np.maximum(start, until), 0.0)
-        until = np.maximum(until, end)
-    return worked
+    return worker_times_s(first, last)
 
 
 def run_metrics(plan: Plan, batch: SampleBatch, events: Events) -> dict[str, Any]:

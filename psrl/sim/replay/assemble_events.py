@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from psrl.core.plan.bytes_over_ops import MemoryState
+from psrl.core.plan.clock import ProgramTimes
 from psrl.core.plan.op_table import OP_NAMES
 from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, Events
 from psrl.core.samples.sample import IntArray, ragged_take
 
-from .vectorised import ProgramTimes
 from .work import ProgramWork
 
 _NAMES = np.array([*OP_NAMES, GRADIENT_REDUCTION, OPTIMIZER_STEP], np.str_)

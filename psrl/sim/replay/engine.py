@@ -9,16 +9,15 @@ from simpy import Environment, Event
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.errors import PlanError
+from psrl.core.plan.clock import ProgramTimes, Reduction, check_finished, phase_times
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
 from psrl.core.samples.sample import SampleBatch
 from psrl.sim.blocks.block_effects import BlockEffects
-from psrl.sim.options import SimOptions, chosen_engine
+from psrl.sim.options import SimOptions, chosen_engine, chosen_reduction
 
 from .assemble_events import phase_events
-from .reduction import Reduction
 from .stage import Port, ReductionMeeting, SharedPorts, StageWorker, pipeline_workers
-from .vectorised import ProgramTimes, replay
 from .work import ProgramWork, phase_work
 
 
@@ -79,7 +78,7 @@ def simulate(
         if indices not in runs:
             works, twin = phase_work(plan, indices, batch, costs, options, effects)
             on_ops = _reporter(phase, works, progress)
-            reduction = Reduction.of(plan, costs, options)
+            reduction = chosen_reduction(plan, costs, options)
             run = _run_vectorised if engine == "vectorised" else _run_simpy
             times = run(plan, works, reduction, options, on_ops)
             runs[indices] = phase_events(works, times, twin)
@@ -125,12 +124,10 @@ def _run_vectorised(
     options: SimOptions,
     on_ops: Callable[[int, float], None],
 ) -> list[ProgramTimes]:
-    num_stages = plan.parallel.pipeline_model_parallel_size
-    times = replay(works, num_stages, reduction, plan.parallel.coupled_ranks, on_ops)
-    stuck = [(stage, works[0].ranks[rank]) for t in times for rank, stage in t.stuck]
-    _check_finished(
-        len(stuck), num_stages * len(works[0].ranks), min(stuck, key=lambda w: w[::-1], default=())
-    )
+    times = phase_times(works, reduction, plan.parallel.coupled_ranks, on_ops)
+    ranks = works[0].ranks.tolist()
+    num_workers = plan.parallel.pipeline_model_parallel_size * len(ranks)
+    check_finished([(ranks[k], stage) for k, stage in times[-1].stuck], num_workers)
     return times
 
 
@@ -161,19 +158,9 @@ def _run_simpy(
 
     processes = [env.process(run_all(worker)) for worker in workers]
     env.run()
-    stuck = [w for w, p in zip(workers, processes, strict=True) if p.is_alive]
-    first = (stuck[0].stage, works[0].ranks[stuck[0].rank]) if stuck else ()
-    _check_finished(len(stuck), len(workers), first)
+    waiting = [w for w, p in zip(workers, processes, strict=True) if p.is_alive]
+    check_finished([(int(works[0].ranks[w.rank]), w.stage) for w in waiting], len(workers))
     return [_times_of(works, i, workers) for i, _ in enumerate(works)]
-
-
-def _check_finished(num_stuck: int, num_workers: int, first: tuple[int, ...]) -> None:
-    if num_stuck:
-        raise PlanError(
-            f"{num_stuck} of {num_workers} pipeline stages wait forever, the first is stage "
-            f"{first[0]} of rank {first[1]}",
-            "check_plan says which rule the plan breaks",
-        )
 
 
 def _times_of(works: list[ProgramWork], index: int, workers: list[StageWorker]) -> ProgramTimes:

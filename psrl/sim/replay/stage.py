@@ -1,5 +1,6 @@
 """Pipeline stages as SimPy processes, the links between them, and where they meet."""
 
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
@@ -7,11 +8,11 @@ import numpy as np
 from simpy import Environment, Event
 
 from psrl.core.cost.cluster import first_device
+from psrl.core.plan.clock import SEND_WINDOW, Reduction
 from psrl.core.plan.op_table import BACKWARD, FORWARD
 from psrl.core.plan.plan import Plan
 from psrl.core.samples.sample import FloatArray
 
-from .reduction import Reduction
 from .work import ProgramWork
 
 Message = tuple[int, int]
@@ -26,7 +27,9 @@ class Port:
 
 
 class Link:
-    """One direction between two neighbouring stages: messages in order, one at a time.
+    """One direction between two neighbouring stages.
+
+    A message starts when it has been sent and its receive is posted, whichever comes last.
 
     Args:
         port: network port that the message must also get, shared with other links.
@@ -35,53 +38,56 @@ class Link:
 
     def __init__(self, env: Environment, port: Port | None = None, repeats: int = 1) -> None:
         self._env = env
-        self._own, self._port, self._repeats = Port(), port, repeats
-        self._sent: dict[Message, Event] = {}
-        self._awaited: dict[Message, Event] = {}
+        self._port, self._repeats = port, repeats
+        self._half: dict[Message, tuple[Event, float]] = {}
 
-    def send(self, message: Message, duration_s: float) -> None:
-        """Queue a message; the sender goes on at once."""
-        ports = [self._own] if self._port is None else [self._own, self._port]
-        duration_s *= self._repeats
-        queued_s = max(max(port.free_s for port in ports) - self._env.now, 0.0)
-        arrival: Event = self._env.timeout(queued_s + duration_s)
-        for port in ports:
-            port.free_s = self._env.now + (queued_s + duration_s)
-        awaited = self._awaited.pop(message, None)
-        if awaited is None:
-            self._sent[message] = arrival
-        else:
-            assert arrival.callbacks is not None  # it has not happened yet
-            arrival.callbacks.append(awaited.trigger)
+    def send(self, message: Message, duration_s: float) -> Event:
+        """Start sending; the event is the message's arrival."""
+        return self._meet(message, duration_s)
 
-    def receive(self, message: Message) -> Event:
-        """The arrival of a message, sent already or not."""
-        sent = self._sent.pop(message, None)
-        if sent is not None:
-            return sent
-        return self._awaited.setdefault(message, self._env.event())
+    def post(self, message: Message) -> Event:
+        """Post a receive; the event is the message's arrival."""
+        return self._meet(message, 0.0)
+
+    def _meet(self, message: Message, duration_s: float) -> Event:
+        """The second of sender and receiver starts the message."""
+        if message not in self._half:
+            self._half[message] = self._env.event(), duration_s
+            return self._half[message][0]
+        arrival, other_s = self._half.pop(message)
+        lasts_s, now_s = max(duration_s, other_s) * self._repeats, self._env.now
+        begin_s = now_s if self._port is None else max(now_s, self._port.free_s)
+        if self._port is not None:
+            self._port.free_s = begin_s + lasts_s
+        started: Event = self._env.timeout(begin_s - now_s + lasts_s)
+        assert started.callbacks is not None  # it has not happened yet
+        started.callbacks.append(arrival.trigger)
+        return arrival
 
 
 class Meeting:
-    """Point that several workers pass together, again and again."""
+    """Point that several workers pass together, again and again.
+
+    The event's value is the largest amount that a worker brought.
+    """
 
     def __init__(self, env: Environment, num_workers: int) -> None:
         self._env = env
         self._num_workers = num_workers
-        self._arrived = 0
+        self._brought: list[float] = []
         self._complete = env.event()
 
-    def arrive(self) -> Event:
+    def arrive(self, amount: float = 0.0) -> Event:
         """The event that the last worker has arrived; the next arrival opens a new meeting."""
         complete = self._complete
-        self._arrived += 1
-        if self._arrived == self._num_workers:
-            self._arrived, self._complete = 0, self._env.event()
+        self._brought.append(amount)
+        if len(self._brought) == self._num_workers:
             complete.succeed(self._outcome())
+            self._brought, self._complete = [], self._env.event()
         return complete
 
     def _outcome(self) -> float:
-        return 0.0
+        return max(self._brought)
 
 
 class ReductionMeeting(Meeting):
@@ -133,32 +139,47 @@ class StageWorker:
         end_s: list[float] = []
         self.start_s.append(start_s)
         self.end_s.append(end_s)
+        begin_s = env.now
         mine = slice(work.first_op[self.rank], work.first_op[self.rank + 1])
-        rows = work.row[self.stage, mine]
-        for kind, row, duration_s, message_s in zip(
-            work.kind[self.stage, mine].tolist(),
-            rows.tolist(),
-            work.duration_s[self.stage, mine].tolist(),
-            work.message_s[rows].tolist(),
-            strict=True,
-        ):
-            source, target = self.receives.get(kind), self.sends.get(kind)
-            if source is not None:
-                yield source.receive((program, row))
+        kinds, rows = work.kind[self.stage, mine].tolist(), work.row[self.stage, mine].tolist()
+        expected = {
+            kind: deque((program, r) for k, r in zip(kinds, rows, strict=True) if k == kind)
+            for kind in self.receives
+        }
+        posted: dict[int, Event] = {}
+        under_way: dict[int, deque[Event]] = {kind: deque() for kind in self.sends}
+
+        def post_next(kind: int) -> None:
+            if expected[kind]:
+                posted[kind] = self.receives[kind].post(expected[kind].popleft())
+
+        for kind in self.receives:
+            post_next(kind)
+        durations_s = work.duration_s[self.stage, mine].tolist()
+        for kind, row, duration_s in zip(kinds, rows, durations_s, strict=True):
+            if kind in self.receives:
+                yield posted[kind]
+                post_next(kind)
             if group is not None:
-                yield group.arrive()
+                duration_s = yield group.arrive(duration_s)
             start_s.append(env.now)
             yield env.timeout(duration_s)
             end_s.append(env.now)
-            if target is not None:
-                target.send((program, row), message_s)
+            if kind in self.sends:
+                arrival = self.sends[kind].send((program, row), float(work.message_s[row]))
+                under_way[kind].append(arrival)
+                if len(under_way[kind]) > SEND_WINDOW:
+                    yield under_way[kind].popleft()
+        last = (start_s[-1], end_s[-1]) if start_s else (begin_s, begin_s)
+        for arrivals in under_way.values():
+            yield from arrivals
         if work.is_update:
-            yield from self._reduce(start_s[-1] if start_s else env.now)
+            yield from self._reduce(*last)
 
-    def _reduce(self, last_start_s: float) -> Generator[Event, float, None]:
+    def _reduce(self, last_start_s: float, last_end_s: float) -> Generator[Event, float, None]:
         env, meeting = self.env, self.meeting
         meeting.start_s[self.stage, self.rank] = last_start_s
-        meeting.end_s[self.stage, self.rank] = env.now
+        meeting.end_s[self.stage, self.rank] = last_end_s
         lasts_s = yield meeting.arrive()
         begin_s = env.now
         yield env.timeout(lasts_s)

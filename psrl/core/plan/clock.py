@@ -1,0 +1,455 @@
+"""The clock: when each op of a pipeline runs. Planner, `check_plan` and simulator share this rule.
+
+A worker is a stage of a data-parallel rank and runs its ops in order.
+
+* A message goes from the end of an op to the next stage's op on the same micro-batch, for a
+  backward to the stage before. It starts once it has been sent and its receive is posted, lasts
+  `message_s`, and is taken by its op when both are there.
+* A receive is posted when the message before it in its direction has been taken, the first one
+  when the worker begins the program (`RECEIVE_AHEAD` is 1). So a link carries one message at a
+  time in each direction, in order, and the two directions do not meet.
+* After it has sent a message a worker goes on once the one `SEND_WINDOW` messages before it in
+  that direction has arrived, and it leaves a program once all its messages have arrived.
+* Ranks that share experts begin each op together, when all of them have taken their messages; it
+  lasts as long as the slowest of them.
+* The programs of a phase run one after the other on each worker. An update ends with a meeting of
+  all workers, the gradient reduction and the optimizer step.
+
+`psrl.backend.train.pipe` runs these rules; the SimPy engine says them again in processes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
+from psrl.core.cost.cluster import Amount
+from psrl.core.cost.cost_model import CostModel
+from psrl.core.errors import PlanError
+from psrl.core.samples.sample import FloatArray, IntArray
+
+from .op_table import BACKWARD, FORWARD, OpTable, op_table, sorted_by_rank, stage_order
+from .plan import PHASES, Plan, Program
+from .tables import MicroBatches
+
+SEND_WINDOW = 2
+"""Messages per direction that a worker may have under way when it goes on."""
+RECEIVE_AHEAD = 1
+"""Receives per direction that are posted before they are needed; the recurrence assumes 1."""
+
+_ROUNDS_PER_REPORT = 64
+
+
+@dataclass(frozen=True)
+class ProgramOps:
+    """What P stages of K ranks run in one program: n ops per stage, M micro-batches.
+
+    Attributes:
+        is_update: whether a gradient reduction and an optimizer step follow.
+        first_op: [K + 1] rank k owns the ops `[first_op[k], first_op[k + 1])` of each stage.
+        kind, row: [P, n] what each stage runs, in order, and on which micro-batch.
+        duration_s: [P, n] of each op by itself.
+        message_s: [M] time of a micro-batch's message between neighbouring stages.
+    """
+
+    is_update: bool
+    first_op: IntArray
+    kind: IntArray
+    row: IntArray
+    duration_s: FloatArray
+    message_s: FloatArray
+
+    @property
+    def num_ops(self) -> int:
+        return int(self.kind.size)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What follows the ops of an update: the gradient reduction, then the optimizer step."""
+
+    reduction_s: float
+    step_s: float
+
+    def exposed_s(self, start_s: FloatArray, end_s: FloatArray) -> float:
+        """Time from the arrival of the last worker to the end of the reduction.
+
+        Args:
+            start_s, end_s: [P, K] last op of each worker; when it begins, twice, without ops.
+        """
+        return self.reduction_s
+
+
+@dataclass(frozen=True)
+class ProgramTimes:
+    """When the ops of a program ran.
+
+    Attributes:
+        start_s, end_s: [P, n] in each stage's order.
+        reduced_s: start and end of the gradient reduction, end of the optimizer step; None if
+            none followed.
+        stuck: (position of the rank, stage) of workers that wait forever.
+    """
+
+    start_s: FloatArray
+    end_s: FloatArray
+    reduced_s: tuple[float, float, float] | None = None
+    stuck: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def last_s(self) -> float:
+        """End of all that ran."""
+        if self.reduced_s is not None:
+            return self.reduced_s[-1]
+        return float(self.end_s.max(initial=0.0))
+
+
+def stage_durations_s(costs: CostModel, table: MicroBatches, stage: int) -> FloatArray:
+    """[3, M] time on a stage of each kind of op on each micro-batch.
+
+    Layer recompute runs the layers' forward again inside the backward, without the head: the
+    head's own second forward belongs to `stage_backward_s`. A dropped micro-batch needs its head
+    only when it runs again.
+    """
+    columns = table.num_tokens, table.pairs, table.head_tokens
+    tokens, pairs, head_tokens = (column.astype(np.float64) for column in columns)
+    forward = _per_row(costs.stage_forward_s(stage, tokens, pairs, head_tokens), table)
+    backward = _per_row(costs.stage_backward_s(stage, tokens, pairs, head_tokens), table)
+    first = forward
+    if (table.activation != "keep").any():
+        again = _per_row(costs.stage_forward_s(stage, tokens, pairs, 0.0 * tokens), table)
+        first = np.where(table.activation == "drop", again, forward)
+        backward = backward + again * (table.activation == "recompute")
+    return np.stack([first, backward, forward])
+
+
+def message_durations_s(costs: CostModel, table: MicroBatches) -> FloatArray:
+    """[M] time of each micro-batch's message between neighbouring stages."""
+    return _per_row(costs.message_s(table.num_tokens.astype(np.float64)), table)
+
+
+def _per_row(amount: Amount, table: MicroBatches) -> FloatArray:
+    """One value per micro-batch; a cost model may return a constant."""
+    return np.broadcast_to(np.asarray(amount, np.float64), table.num_tokens.shape)
+
+
+def program_ops(
+    costs: CostModel, ops: OpTable, table: MicroBatches, is_update: bool, num_stages: int
+) -> ProgramOps:
+    """Ops and durations of a program.
+
+    Args:
+        table: micro-batches, to whose rows `ops.row` refers.
+    """
+    shape = num_stages, len(ops.kind)
+    kind, row = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    duration_s = np.empty(shape)
+    for stage in range(num_stages):
+        order = stage_order(ops, is_update, num_stages, stage)
+        kind[stage], row[stage] = ops.kind[order], ops.row[order]
+        duration_s[stage] = stage_durations_s(costs, table, stage)[kind[stage], row[stage]]
+    message_s = message_durations_s(costs, table)
+    return ProgramOps(is_update, ops.first_op, kind, row, duration_s, message_s)
+
+
+def phase_times(
+    programs: Sequence[ProgramOps],
+    reduction: Reduction,
+    coupled_ranks: int = 1,
+    on_ops: Callable[[int, float], None] = lambda num_ops, now_s: None,
+) -> list[ProgramTimes]:
+    """Times of the programs of a phase; a program in which a worker is stuck is the last one.
+
+    Args:
+        coupled_ranks: neighbouring ranks that share experts.
+        on_ops: told the number of ops that ran and the time reached.
+    """
+    begin_s = np.zeros(0)
+    found: list[ProgramTimes] = []
+    for program in programs:
+        num_stages, num_ranks = len(program.kind), len(program.first_op) - 1
+        if not found:
+            begin_s = np.zeros((num_stages, num_ranks))
+        duration_s = _of_slowest(program, coupled_ranks)
+        if num_stages == 1:
+            times = _run_alone(program, duration_s, begin_s, on_ops)
+            arrived_s = begin_s
+        else:
+            times, arrived_s = _run(program, duration_s, begin_s, coupled_ranks, on_ops)
+        if not times.stuck:
+            last = program.first_op[1:] - 1
+            has_ops = np.diff(program.first_op) > 0
+            last_end_s = _where_ops(has_ops, times.end_s, last, begin_s)
+            if program.is_update:
+                last_start_s = _where_ops(has_ops, times.start_s, last, begin_s)
+                meet_s = float(last_end_s.max())
+                reduced_s = meet_s + reduction.exposed_s(last_start_s, last_end_s)
+                stepped_s = reduced_s + reduction.step_s
+                times = ProgramTimes(times.start_s, times.end_s, (meet_s, reduced_s, stepped_s))
+                begin_s = np.full_like(begin_s, stepped_s)
+            else:
+                begin_s = np.maximum(last_end_s, arrived_s)
+        found.append(times)
+        if times.stuck:
+            break
+    return found
+
+
+def _where_ops(
+    has_ops: np.ndarray, times_s: FloatArray, op: IntArray, otherwise_s: FloatArray
+) -> FloatArray:
+    """[P, K] times of one op of each worker, or what else holds for those without ops."""
+    return np.where(has_ops, times_s[:, op], otherwise_s) if times_s.size else otherwise_s
+
+
+def _of_slowest(program: ProgramOps, coupled_ranks: int) -> FloatArray:
+    """[P, n] durations of ops of ranks that share experts: those of the slowest."""
+    if coupled_ranks == 1:
+        return program.duration_s
+    slowest, first_op = program.duration_s.copy(), program.first_op.tolist()
+    for leader in range(0, len(first_op) - 1, coupled_ranks):
+        bounds = first_op[leader : leader + coupled_ranks + 1]
+        if len({end - first for first, end in pairwise(bounds)}) > 1:
+            raise PlanError(
+                f"ranks {leader}..{leader + coupled_ranks - 1} share experts but run different "
+                "numbers of ops",
+                "check_plan says which rule the plan breaks",
+            )
+        mine = slice(bounds[0], bounds[-1])
+        each = slowest[:, mine].reshape(len(slowest), coupled_ranks, -1)
+        each[:] = each.max(axis=1, keepdims=True)
+        slowest[:, mine] = each.reshape(len(slowest), -1)
+    return slowest
+
+
+def _run_alone(
+    program: ProgramOps,
+    duration_s: FloatArray,
+    begin_s: FloatArray,
+    on_ops: Callable[[int, float], None],
+) -> ProgramTimes:
+    """The recurrence on one stage: without messages an op begins when the one before it ends.
+
+    Ranks that share experts need no meeting: they begin together, and their ops last equally long.
+    """
+    start_s, end_s = np.empty_like(duration_s), np.empty_like(duration_s)
+    first_op = program.first_op.tolist()
+    for rank, (first, end) in enumerate(pairwise(first_op)):
+        times_s = np.add.accumulate(np.append(begin_s[0, rank], duration_s[0, first:end]))
+        start_s[0, first:end], end_s[0, first:end] = times_s[:-1], times_s[1:]
+    on_ops(program.num_ops, float(end_s.max(initial=0.0)))
+    return ProgramTimes(start_s, end_s)
+
+
+class _Waits(NamedTuple):
+    """What each of N ops waits for: places of ops, or N + w for the begin of worker w.
+
+    Attributes:
+        before: the op before it on its worker must have ended.
+        source, posted, message_s: the message that it takes starts once `source` has ended and
+            `posted` has taken its message.
+        sent, sent_posted, sent_message_s: the same of the message that must have arrived before
+            the worker goes on. Without a message the three say nothing beyond `before`.
+    """
+
+    before: IntArray
+    source: IntArray
+    posted: IntArray
+    message_s: FloatArray
+    sent: IntArray
+    sent_posted: IntArray
+    sent_message_s: FloatArray
+
+
+def _waits(program: ProgramOps) -> _Waits:
+    (num_stages, num_ops), num_ranks = program.kind.shape, len(program.first_op) - 1
+    kind, row, total = program.kind.ravel(), program.row.ravel(), program.kind.size
+    stage = np.repeat(np.arange(num_stages), num_ops)
+    rank = np.repeat(np.arange(num_ranks), np.diff(program.first_op))
+    worker = (np.arange(num_stages)[:, None] * num_ranks + rank).ravel()
+    begin = total + worker
+    place = np.arange(total)
+    follows = np.zeros(total, np.bool_)  # another op of its worker
+    follows[1:] = worker[1:] == worker[:-1]
+    before = np.where(follows, place - 1, begin)
+    source, posted = before.copy(), begin.copy()
+    message_s = np.zeros(total)
+    sent, sent_posted, sent_message_s = before.copy(), begin.copy(), np.zeros(total)
+    windows = []
+    for code, step in ((FORWARD, 1), (BACKWARD, -1)):
+        mine = np.flatnonzero(kind == code)
+        place_of = np.zeros((num_stages, len(program.message_s)), np.int64)
+        place_of[stage[mine], row[mine]] = mine
+        same = worker[mine[1:]] == worker[mine[:-1]]
+        posted[mine[1:][same]] = mine[:-1][same]
+        neighbour = stage[mine] - step
+        takes = mine[(neighbour >= 0) & (neighbour < num_stages)]
+        source[takes] = place_of[stage[takes] - step, row[takes]]
+        message_s[takes] = program.message_s[row[takes]]
+        # A sender, and the one whose message must have arrived before its worker goes on.
+        sender, awaited = mine[SEND_WINDOW:], mine[: -SEND_WINDOW or None]
+        neighbour = stage[sender] + step
+        keep = (worker[sender] == worker[awaited]) & (neighbour >= 0) & (neighbour < num_stages)
+        keep &= np.append(follows, False)[sender + 1]
+        sender, awaited = sender[keep], awaited[keep]
+        windows.append((sender + 1, awaited, place_of[stage[awaited] + step, row[awaited]]))
+    for op, awaited, receiver in windows:
+        sent[op], sent_posted[op] = awaited, posted[receiver]
+        sent_message_s[op] = program.message_s[row[awaited]]
+    return _Waits(before, source, posted, message_s, sent, sent_posted, sent_message_s)
+
+
+def _run(
+    program: ProgramOps,
+    duration_s: FloatArray,
+    begin_s: FloatArray,
+    coupled_ranks: int,
+    on_ops: Callable[[int, float], None],
+) -> tuple[ProgramTimes, FloatArray]:
+    """The recurrence: in each round every worker whose next op knows its times runs it.
+
+    Returns: times, and [P, K] when the last message of each worker has arrived.
+    """
+    num_stages, num_ops = program.kind.shape
+    num_ranks, total = begin_s.shape[1], program.kind.size
+    waits, duration_s = _waits(program), duration_s.ravel()
+    # [2, ops and workers]: when each has ended, and when it has taken its message; else NaN.
+    nodes = total + begin_s.size
+    known_s = np.full(2 * nodes, np.nan)
+    ended_s, taken_s = known_s[:nodes], known_s[nodes:]
+    ended_s[total:] = taken_s[total:] = begin_s.ravel()
+    start_s = taken_s if coupled_ranks == 1 else np.empty(total)
+    needs = np.stack(
+        [waits.before, waits.source, waits.posted + nodes, waits.sent, waits.sent_posted + nodes]
+    )
+    first = np.arange(num_stages)[:, None] * num_ops
+    begin_at, end_at = ((first + f).ravel() for f in (program.first_op[:-1], program.first_op[1:]))
+    at = begin_at.copy()
+    active = np.flatnonzero(at < end_at)
+    rounds = ran = 0
+    now_s = 0.0
+    while len(active):
+        op = at[active]
+        before, source, posted, sent, sent_posted = known_s[needs[:, op]]
+        came_s = np.maximum(source, posted) + waits.message_s[op]
+        arrived_s = np.maximum(sent, sent_posted) + waits.sent_message_s[op]
+        take_s = np.maximum(np.maximum(before, came_s), arrived_s)
+        ready = take_s == take_s
+        if coupled_ranks > 1:
+            ready = ready.reshape(-1, coupled_ranks).all(axis=1).repeat(coupled_ranks)
+        going, op, take_s = active[ready], op[ready], take_s[ready]
+        if not len(going):
+            break
+        taken_s[op] = take_s
+        if coupled_ranks > 1:
+            take_s = take_s.reshape(-1, coupled_ranks).max(axis=1).repeat(coupled_ranks)
+            start_s[op] = take_s
+        ended_s[op] = take_s + duration_s[op]
+        at[going] += 1
+        active = active[at[active] < end_at[active]]
+        rounds, ran = rounds + 1, ran + len(going)
+        if rounds % _ROUNDS_PER_REPORT == 0:
+            now_s = max(now_s, float(ended_s[op].max()))
+            on_ops(ran, now_s)
+            ran = 0
+    end_s = ended_s[:total]
+    on_ops(ran, float(np.fmax.reduce(end_s, initial=0.0)))
+    stuck = tuple((int(w % num_ranks), int(w // num_ranks)) for w in active.tolist())
+    arrived_s = begin_s.ravel().copy()
+    if not (stuck or program.is_update):
+        came_s = np.maximum(ended_s[waits.source], taken_s[waits.posted]) + waits.message_s
+        workers = np.arange(begin_s.size)
+        worker = np.append(np.repeat(workers, end_at - begin_at), workers)
+        np.maximum.at(arrived_s, worker[waits.source], came_s)
+    shape = program.kind.shape
+    times = ProgramTimes(start_s[:total].reshape(shape), end_s.reshape(shape), None, stuck)
+    return times, arrived_s.reshape(begin_s.shape)
+
+
+def predicted_times(plan: Plan, costs: CostModel | None = None) -> dict[str, float]:
+    """What `plan.predicted` says about time (docs/metrics.md), from the tables alone.
+
+    Keys: `makespan_s`, `<phase>_s` of each phase, `worker_time_max_s`, `worker_time_min_s`.
+
+    Args:
+        costs: None for the plan's own cost model.
+
+    Raises:
+        PlanError: if an op names no micro-batch, or stages wait forever.
+    """
+    if costs is None:
+        costs = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    reduction = Reduction(costs.gradient_reduction_s(), costs.optimizer_step_s())
+    runs: dict[tuple[int, ...], tuple[float, FloatArray]] = {}
+    phases: dict[str, tuple[int, ...]] = {}
+    for phase in PHASES:
+        chosen = tuple(i for i, program in enumerate(plan.programs) if phase in program.phases)
+        if not chosen:
+            continue
+        phases[phase] = chosen
+        if chosen not in runs:
+            programs = [plan_ops(costs, plan, plan.programs[i]) for i in chosen]
+            times = phase_times(programs, reduction, plan.parallel.coupled_ranks)
+            check_finished(times[-1].stuck, programs[0].kind.shape[0] * plan.num_ranks)
+            spans = [_rank_spans(p, t) for p, t in zip(programs, times, strict=True)]
+            runs[chosen] = times[-1].last_s, worker_times_s(*np.array(spans).swapaxes(0, 1))
+    last_s = {phase: runs[chosen][0] for phase, chosen in phases.items()}
+    worker_s = [runs[chosen][1] for chosen in phases.values()]
+    return {
+        "makespan_s": sum(last_s.values()),
+        **{f"{phase}_s": time_s for phase, time_s in last_s.items()},
+        "worker_time_max_s": sum(float(s.max()) for s in worker_s),
+        "worker_time_min_s": sum(float(s.min()) for s in worker_s),
+    }
+
+
+def check_finished(stuck: Sequence[tuple[int, int]], num_workers: int) -> None:
+    """Refuse times of op lists in which some workers wait forever.
+
+    Args:
+        stuck: (rank, stage) of these workers.
+    """
+    if stuck:
+        rank, stage = min(stuck)
+        raise PlanError(
+            f"{len(stuck)} of {num_workers} pipeline stages wait forever, the first is stage "
+            f"{stage} of rank {rank}",
+            "check_plan says which rule the plan breaks",
+        )
+
+
+def plan_ops(costs: CostModel, plan: Plan, program: Program) -> ProgramOps:
+    """Ops and durations of a program on all ranks of its plan."""
+    by_rank, _ = sorted_by_rank(program.micro_batches)
+    table = program.micro_batches.rows(by_rank)
+    ops, num_stages = op_table(program, plan.num_ranks), plan.parallel.pipeline_model_parallel_size
+    return program_ops(costs, ops, table, program.is_update, num_stages)
+
+
+def _rank_spans(program: ProgramOps, times: ProgramTimes) -> FloatArray:
+    """[2, K] start of the first op and end of the last op of each rank, over all stages."""
+    spans = np.full((2, len(program.first_op) - 1), np.inf)
+    spans[1] = 0.0
+    (busy,) = np.nonzero(np.diff(program.first_op))
+    spans[0, busy] = times.start_s[:, program.first_op[busy]].min(axis=0)
+    spans[1, busy] = times.end_s[:, program.first_op[busy + 1] - 1].max(axis=0)
+    return spans
+
+
+def worker_times_s(first_s: FloatArray, last_s: FloatArray) -> FloatArray:
+    """[R] time that each rank works: the spans of its programs from first start to last end.
+
+    Programs (optimizer steps) meet at the gradient reduction, so waiting for others between
+    them is not work; where the programs of a rank overlap, the time counts once.
+
+    Args:
+        first_s, last_s: [programs, R]; infinite and 0 for a rank without ops.
+    """
+    worked_s, until_s = np.zeros(first_s.shape[1]), np.zeros(first_s.shape[1])
+    for first, last in zip(first_s, last_s, strict=True):
+        worked_s += np.maximum(last - np.maximum(first, until_s), 0.0)
+        until_s = np.maximum(until_s, last)
+    return worked_s
