@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.plan.packing import LossEdges, loss_edges, rows_of_nodes, visible_pairs
-from psrl.core.plan.plan import Program
+from psrl.core.plan.plan import Plan, Program
 from psrl.core.plan.schedule import Op, eager_backward_order, fill_counts, forward_needs, interleave
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
-from psrl.core.samples.sample import IntArray, SampleBatch, make_batch
+from psrl.core.samples.sample import IntArray, SampleBatch, StrArray, make_batch
 from psrl.core.tree.prefix_tree import PrefixTree
 
 
@@ -114,7 +115,8 @@ def random_program(
         is_update: with backward ops; otherwise forward only.
         random_order: a random valid order of backwards and number of forwards before each;
             otherwise eager backwards and as many forwards as the forced peak holds.
-        activations: values that a micro-batch's `activation` is drawn from.
+        activations: values that a micro-batch's `activation` is drawn from; without backwards
+            keep stands for drop.
         max_block_tokens: cut cached runs into blocks of 1 to this many rows.
         num_share_keys: samples share inside a random one of this many sets.
         granularity_tokens: share prefixes in whole blocks of this many tokens.
@@ -207,13 +209,21 @@ def _micro_batches(
     return MicroBatches(
         rank=np.full(count, rank),
         micro_batch=np.arange(count),
-        activation=rng.choice(np.array(activations, np.str_), count),
+        activation=_activations(rng, program.is_update, activations, count),
         num_tokens=num_tokens,
         pairs=pairs,
         head_tokens=head_tokens,
         forward_s=forward_s,
         backward_s=2.0 * forward_s,
     )
+
+
+def _activations(
+    rng: np.random.Generator, is_update: bool, activations: Sequence[str], count: int
+) -> StrArray:
+    """Nothing is dropped where nothing runs again."""
+    drawn = rng.choice(np.array(activations, np.str_), count)
+    return drawn if is_update else np.where(drawn == "drop", "keep", drawn)
 
 
 def _readers(
@@ -309,3 +319,20 @@ def _blocks(
         release_op=np.full(len(rows), "backward" if is_update else "forward"),
         release_micro_batch=table[:, 3],
     )
+
+
+def with_times(plan: Plan) -> Plan:
+    """The plan with the times of its micro-batches that the cost model gives, one by one."""
+    cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    programs = []
+    for program in plan.programs:
+        table, forward_s, backward_s = program.micro_batches, [], []
+        for row in range(len(table)):
+            size = [float(getattr(table, n)[row]) for n in ("num_tokens", "pairs", "head_tokens")]
+            again = table.activation[row] == "recompute"
+            forward_s.append(cost.forward_s(*size))
+            layers_s = cost.forward_s(size[0], size[1], 0.0) if again else 0.0
+            backward_s.append(cost.backward_s(*size) + layers_s)
+        times = {"forward_s": np.array(forward_s), "backward_s": np.array(backward_s)}
+        programs.append(replace(program, micro_batches=replace(table, **times)))
+    return replace(plan, programs=tuple(programs))

@@ -70,9 +70,7 @@ class Simulate:
         )
 
         plan = Plan.load(self.plan)
-        if self.calibration is not None:
-            # The plan's bound holds for the cost model that it was made with.
-            plan = replace(plan, calibration=load_calibration(self.calibration), predicted={})
+        other = None if self.calibration is None else load_calibration(self.calibration)
         batch = plan_batch(plan, open_trace(self.trace))
         options = SimOptions(
             engine=self.engine,
@@ -93,6 +91,9 @@ class Simulate:
             with self.output.step(f"simulating {plan.policy}"):
                 # A plan that does not fit is a result, not an error.
                 check_plan(plan, batch, memory_fraction=None)
+                if other is not None:
+                    # Times and bound were stated for the cost model that the plan was made with.
+                    plan = replace(plan, calibration=other, predicted={})
                 effects = None
                 if replaced := other_blocks(plan, batch, self.blocks, self.cache):
                     plan, effects = replaced.plan, replaced.effects

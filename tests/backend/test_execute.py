@@ -31,7 +31,7 @@ from psrl.planner import PlanningProblem
 from psrl.planner import make_plan as make_policy_plan
 from tests.backend.cases import ACTIVATIONS, TINY
 from tests.memory_ledger import op_by_op
-from tests.random_plans import random_batch, random_program
+from tests.random_plans import random_batch, random_program, with_times
 
 OPTIONS = ExecuteOptions(
     timeout_s=600.0,
@@ -86,7 +86,7 @@ def make_plan(
         intra_host_latency_s=1e-6,
         inter_host_latency_s=1e-6,
     )
-    return Plan(
+    plan = Plan(
         trace_hash=trace.content_hash,
         iteration=0,
         policy="random",
@@ -97,6 +97,7 @@ def make_plan(
         parallel=parallel,
         programs=(forward, *(mini_batch_program(batch, i, num_ranks) for i in range(2))),
     )
+    return with_times(plan)
 
 
 def policy_plan(

@@ -9,7 +9,7 @@ from psrl.core.cost.presets import DEVICES
 from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments, Table
 from psrl.core.samples.sample import SampleBatch, make_batch
-from tests.random_plans import RandomProgram, random_batch, random_program
+from tests.random_plans import RandomProgram, random_batch, random_program, with_times
 
 MODEL = ModelSpec(
     name="tiny",
@@ -60,8 +60,9 @@ def a100_cluster(num_hosts: int = 1, devices_per_host: int = 8, **device: float)
 def wrap(
     *programs: Program, num_ranks: int = 1, num_stages: int = 2, memory_bytes: int = 2**30
 ) -> Plan:
+    """A plan that predicts nothing but the times of its micro-batches."""
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, data_parallel_size=num_ranks)
-    return Plan(
+    plan = Plan(
         trace_hash="0" * 64,
         iteration=0,
         policy="random",
@@ -71,8 +72,8 @@ def wrap(
         cluster=cluster(parallel.world_size, memory_bytes),
         parallel=parallel,
         programs=programs,
-        predicted={"makespan_s": 1.5},
     )
+    return with_times(plan)
 
 
 def random_case(seed: int) -> RandomProgram:

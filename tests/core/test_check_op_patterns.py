@@ -14,10 +14,11 @@ from psrl.core.plan.check_ops import check_op_patterns
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.plan.tables import MicroBatches, Schedule
-from tests.core.cases import wrap
-from tests.random_plans import RandomProgram, random_batch, random_program
+from tests.core.cases import MODEL, cluster, wrap
+from tests.random_plans import RandomProgram, random_batch, random_program, with_times
 
 NUM_RANKS = 4
+MOE = MODEL.model_copy(update={"num_moe_experts": 4, "moe_topk": 2, "moe_ffn_hidden_size": 8})
 OpList = list[tuple[str, int]]
 NUM_EMPTY = 2
 """Kept micro-batches without tokens that end every rank's table."""
@@ -64,7 +65,8 @@ def plan_of(program: Program, ops: list[OpList], parallel: ParallelConfig) -> Pl
     rows = [(rank, kind, m) for rank, mine in enumerate(ops) for kind, m in mine]
     rank, kind, micro_batch = map(np.array, zip(*rows, strict=True))
     program = replace(program, schedule=Schedule(rank=rank, op=kind, micro_batch=micro_batch))
-    return replace(wrap(program, num_ranks=NUM_RANKS), parallel=parallel)
+    plan = replace(wrap(program, num_ranks=NUM_RANKS), model=MOE, parallel=parallel)
+    return with_times(replace(plan, cluster=cluster(parallel.world_size)))
 
 
 def expert_parallel(size: int, tensor: int = 1) -> ParallelConfig:

@@ -11,7 +11,7 @@ from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
 from psrl.core.plan.schedule import Op, interleave
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.core.samples.sample import SampleBatch, make_batch
-from tests.random_plans import random_batch, random_program
+from tests.random_plans import random_batch, random_program, with_times
 
 MODEL = ModelSpec(
     name="four-layers",
@@ -95,7 +95,8 @@ def make_plan(
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, data_parallel_size=num_ranks)
     phases = tuple(phase for phase in PHASES if any(phase in p.phases for p in programs))
     options = PlanOptions()
-    return Plan("hash", 0, "test", options, phases, MODEL, cluster, parallel, tuple(programs))
+    plan = Plan("hash", 0, "test", options, phases, MODEL, cluster, parallel, tuple(programs))
+    return with_times(plan)
 
 
 def chains_batch(num_tokens: Sequence[int]) -> SampleBatch:

@@ -203,17 +203,22 @@ def check_lifetimes(
         raise refuse(block, f"block {number} is released before its owner's backward")
 
 
-def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: float | None) -> None:
-    """Rule 9: bytes on every stage stay below the device's memory; blocks end with the program."""
+def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: float | None) -> int:
+    """Rule 9: bytes on every stage stay below the device's memory; blocks end with the program.
+
+    Returns: the most bytes on a device.
+    """
     device_bytes = memory.cluster.device.memory_bytes
     limit = math.inf if memory_fraction is None else device_bytes * memory_fraction
     num_stages, gib = memory.parallel.pipeline_model_parallel_size, 2**30
+    peak_bytes = memory.static_bytes
     program, ops = ranked.program, op_table(ranked.program, ranked.num_ranks)
     blocks = block_table(program, ops, ranked.tree if program.is_update else None)
     for stage in range(num_stages):
         order = stage_order(ops, program.is_update, num_stages, stage)
         states = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
         total = states.sum(axis=1)
+        peak_bytes = max(peak_bytes, int(total.max(initial=0)))
         if not (total > limit).any():
             continue
         worst = int(total.argmax())
@@ -228,3 +233,4 @@ def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: fl
             "lower planning.max_tokens_per_micro_batch, set parallel.recompute to full, or raise a "
             "parallel size",
         )
+    return peak_bytes

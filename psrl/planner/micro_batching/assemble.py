@@ -12,6 +12,7 @@ import numpy as np
 
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.plan.bytes_over_ops import peak_bytes
+from psrl.core.plan.micro_batch_time import micro_batch_times
 from psrl.core.plan.packing import visible_pairs
 from psrl.core.plan.plan import Program
 from psrl.core.plan.schedule import (
@@ -130,8 +131,7 @@ def _micro_batches(
     np.add.at(pairs, segments.micro_batch, visible_pairs(segments.start_depth, segments.num_tokens))
     rows = placement.rank_rows.count(rank, start, start + segments.num_tokens)
     np.add.at(head_tokens, segments.micro_batch, rows)
-    sizes = [a.astype(np.float64) for a in (num_tokens, pairs, head_tokens)]
-    again = np.where(activation == "recompute", cost.forward_s(sizes[0], sizes[1], 0.0), 0.0)
+    forward_s, backward_s = micro_batch_times(cost, num_tokens, pairs, head_tokens, activation)
     return MicroBatches(
         rank=np.full(count, rank),
         micro_batch=np.arange(count),
@@ -139,8 +139,8 @@ def _micro_batches(
         num_tokens=num_tokens,
         pairs=pairs,
         head_tokens=head_tokens,
-        forward_s=np.asarray(cost.forward_s(*sizes), np.float64),
-        backward_s=np.asarray(cost.backward_s(*sizes) + again, np.float64),
+        forward_s=forward_s,
+        backward_s=backward_s,
     )
 
 

@@ -1,0 +1,82 @@
+"""The checks of `check_plan` on what a plan states of itself: times, sizes, peak memory, bound."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
+from psrl.core.errors import PlanError
+from psrl.core.samples.sample import SampleBatch
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
+
+from .check_reads import ProgramByRank
+from .micro_batch_time import micro_batch_times
+from .plan import Plan
+
+RELATIVE_TOLERANCE = 1e-9
+"""Stated and computed times agree up to rounding, which differs between processors."""
+
+
+def check_times(ranked: ProgramByRank, plan: Plan) -> None:
+    """Rule 12: micro-batches take the time that the plan's cost model says."""
+    cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    table = ranked.micro_batches
+    sizes = (table.num_tokens, table.pairs, table.head_tokens, table.activation)
+    times = zip(("forward_s", "backward_s"), micro_batch_times(cost, *sizes), strict=True)
+    for name, found in times:
+        stated = getattr(table, name)
+        # Written so that NaN is wrong too.
+        wrong = np.flatnonzero(~(np.abs(stated - found) <= RELATIVE_TOLERANCE * np.abs(found)))
+        if len(wrong):
+            row = int(wrong[0])
+            raise PlanError(
+                f"rule 12: {ranked.where(int(table.rank[row]))}: micro-batch "
+                f"{int(table.micro_batch[row])} states {name} {float(stated[row])!r}, the plan's "
+                f"cost model says {float(found[row])!r}"
+            )
+
+
+def check_predicted(
+    plan: Plan, batch: SampleBatch, trees: Sequence[PrefixTree], peak_bytes: int
+) -> None:
+    """Rule 13: the predicted metrics are all there, and true; or there are none.
+
+    Args:
+        trees: of each program.
+        peak_bytes: most bytes on a device.
+    """
+    if not plan.predicted:
+        return
+    expected = predicted_sizes(plan, batch, trees, peak_bytes)
+    for name, value in plan.predicted.items():
+        if not (math.isfinite(value) and value >= 0.0):
+            raise PlanError(f"rule 13: predicted.{name} is {value}, not a number from 0 on")
+    for name, found in expected.items():
+        stated = plan.predicted.get(name, math.nan)
+        if not abs(stated - found) <= RELATIVE_TOLERANCE * abs(found):
+            raise PlanError(f"rule 13: predicted.{name} is {stated!r}, the plan has {found!r}")
+
+
+def predicted_sizes(
+    plan: Plan, batch: SampleBatch, trees: Sequence[PrefixTree], peak_bytes: int
+) -> dict[str, float]:
+    """What the planner predicts beside times, from the plan (docs/metrics.md).
+
+    Args:
+        trees, peak_bytes: see `check_predicted`.
+    """
+    executed_tokens = sum(p.unique_tokens for p in plan.programs)
+    unique_tokens = 0
+    for program, tree in zip(plan.programs, trees, strict=True):
+        key = program.assignments.share_key
+        shares_all = program.granularity_tokens == 1 and not (key != key[:1]).any()
+        if not shares_all:
+            tree = build_prefix_tree(batch.select(program.assignments.sample))
+        unique_tokens += tree.unique_tokens
+    return {
+        "executed_tokens": float(executed_tokens),
+        "duplicated_tokens": float(executed_tokens - unique_tokens),
+        "num_micro_batches": float(sum(len(p.micro_batches) for p in plan.programs)),
+        "peak_memory_bytes": float(peak_bytes),
+    }
