@@ -11,11 +11,14 @@ from psrl.core.samples.sample import SampleBatch
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .check_reads import ProgramByRank
+from .clock import predicted_times
 from .micro_batch_time import micro_batch_times
 from .plan import Plan
 
 RELATIVE_TOLERANCE = 1e-9
 """Stated and computed times agree up to rounding, which differs between processors."""
+
+_OF_THE_BOUND = ("lower_bound_s", "gap", "placement_gap")
 
 
 def check_times(ranked: ProgramByRank, plan: Plan) -> None:
@@ -48,13 +51,25 @@ def check_predicted(
     """
     if not plan.predicted:
         return
-    expected = predicted_sizes(plan, batch, trees, peak_bytes)
+    expected = predicted_times(plan) | predicted_sizes(plan, batch, trees, peak_bytes)
+    known = {*expected, *_OF_THE_BOUND}
+    for what, names in (
+        ("lacks", known - plan.predicted.keys()),
+        ("has the unknown", plan.predicted.keys() - known),
+    ):
+        if names:
+            raise PlanError(f"rule 13: predicted {what} {', '.join(sorted(names))}")
     for name, value in plan.predicted.items():
-        if not (math.isfinite(value) and value >= 0.0):
+        # A gap of nothing may be rounded below it.
+        if not (math.isfinite(value) and value >= -RELATIVE_TOLERANCE):
             raise PlanError(f"rule 13: predicted.{name} is {value}, not a number from 0 on")
+    bound_s = plan.predicted["lower_bound_s"]
+    expected["gap"] = plan.predicted["makespan_s"] / bound_s - 1.0 if bound_s else 0.0
     for name, found in expected.items():
-        stated = plan.predicted.get(name, math.nan)
-        if not abs(stated - found) <= RELATIVE_TOLERANCE * abs(found):
+        stated = plan.predicted[name]
+        # A gap is a small difference of large numbers.
+        scale = max(abs(found), 1.0) if name == "gap" else abs(found)
+        if not abs(stated - found) <= RELATIVE_TOLERANCE * scale:
             raise PlanError(f"rule 13: predicted.{name} is {stated!r}, the plan has {found!r}")
 
 
