@@ -17,6 +17,7 @@ from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.weights import load_hf, save_hf
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
+from psrl.core.cost.hf_config import differing_fields, model_from_hf_config
 from psrl.core.errors import BackendError, ConfigError
 from tests.backend.alone import samples_alone
 from tests.backend.cases import TINY, make_case
@@ -260,6 +261,17 @@ def damage(directory: Path, what: str) -> ModelSpec:
         del tensors["model.layers.2.mlp.up_proj.weight"]
     elif what == "another model":
         return QWEN2.model_copy(update={"vocab_size": 50})
+    elif what == "superfluous":
+        tensors["model.layers.1.self_attn.o_proj.bias"] = torch.ones(32)
+    elif what == "quantised":
+        name = "model.layers.1.self_attn.k_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    elif what == "index":
+        other = "other.safetensors"
+        save_file({"model.norm.weight": tensors["model.norm.weight"]}, directory / other)
+        weight_map = dict.fromkeys(tensors, path.name) | {"model.norm.weight": other}
+        index = {"weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     elif what == "rope":
         config["rope_theta"] = 5.0
     elif what == "new rope":
@@ -271,6 +283,8 @@ def damage(directory: Path, what: str) -> ModelSpec:
         path.write_bytes(path.read_bytes()[:-100])
     elif what == "empty":
         path.unlink()
+    elif what == "no config":
+        (directory / "config.json").unlink()
     return QWEN2
 
 
@@ -278,19 +292,23 @@ def damage(directory: Path, what: str) -> ModelSpec:
     ("what", "message"),
     [
         ("shape", r"k_proj.weight has shape \[8, 32\], the plan's model needs \[16, 32\]"),
-        ("missing", "has no tensor model.layers.2.mlp.up_proj.weight"),
-        ("another model", "vocab_size is 48, the plan's model tiny has 50"),
-        ("rope", "rope_theta is 5.0, the plan's model tiny has 100.0"),
-        ("new rope", "rope_scaling = yarn is not supported"),
+        ("missing", r"1 tensor\(s\) missing: model.layers.2.mlp.up_proj.weight"),
+        ("another model", "another model than the plan's tiny: vocab_size is 48, the plan has 50"),
+        ("rope", "rotary_base is 5.0, the plan has 100.0"),
+        ("new rope", "rope_parameters.rope_type = 'yarn' is not supported"),
         ("truncated", "cannot read .*model.safetensors"),
         ("empty", "holds no safetensors weights"),
+        ("superfluous", r"1 tensor\(s\) that nothing would use: .*o_proj.bias"),
+        ("quantised", "k_proj.weight is of torch.float8_e4m3fn"),
+        ("no config", "cannot read .*config.json"),
+        ("index", "holds model.norm.weight, which .* does not place there"),
     ],
 )
 def test_wrong_directories(tmp_path: Path, what: str, message: str) -> None:
     directory = tmp_path / "weights"
     write_hf(directory, QWEN2)
     spec = damage(directory, what)
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises((BackendError, ConfigError), match=message):
         run_ranks(load_only, 1, spec, directory, timeout_s=60)
 
 
@@ -302,6 +320,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_model_of_no_family_is_refused() -> None:
-    neither = TINY.model_copy(update={"qkv_bias": False})
-    with pytest.raises(BackendError, match="is neither Qwen2, Qwen3 nor Qwen3-MoE"):
+    neither = TINY.model_copy(update={"qk_layernorm": True})
+    with pytest.raises(BackendError, match="is none of qwen2, llama, qwen3, qwen3_moe"):
         hf_config(neither, torch.float32)
+
+
+@pytest.mark.parametrize("name", [*SPECS, "llama"])
+def test_the_written_configuration_is_read_as_the_same_model(name: str) -> None:
+    spec = SPECS.get(name, TINY.model_copy(update={"qkv_bias": False}))
+    again = model_from_hf_config(hf_config(spec, torch.float32), "config.json")
+    assert not differing_fields(again, spec)

@@ -1,4 +1,4 @@
-"""Hugging Face's names, shapes and configuration of Qwen2.5, Qwen3 and Qwen3-MoE models.
+"""Hugging Face's names, shapes and configuration of Llama, Qwen2.5, Qwen3 and Qwen3-MoE models.
 
 A canonical parameter (`psrl.backend.model.parameters`) is one tensor there, or several joined:
 queries, keys and values group by group, gate and up projection one after the other.
@@ -34,6 +34,13 @@ _ONE_TO_ONE = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
+}
+# By qkv bias, query/key norm and experts.
+_FAMILIES = {
+    (True, False, False): ("qwen2", "Qwen2ForCausalLM"),
+    (False, False, False): ("llama", "LlamaForCausalLM"),
+    (False, True, False): ("qwen3", "Qwen3ForCausalLM"),
+    (False, True, True): ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 
@@ -90,40 +97,42 @@ def separate(full: Tensor, source: HfSource, spec: ModelSpec) -> list[Tensor]:
     return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
+def hf_tensor_names(spec: ModelSpec) -> set[str]:
+    """Names of all tensors of a model: each of them is loaded, and no other may be there."""
+    names = [n for n in _OUTSIDE_LAYERS if n != "output_layer.weight" or not spec.tied_embeddings]
+    inner = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
+    inner += [f"self_attention.linear_{part}.weight" for part in ("qkv", "proj")]
+    inner += ["self_attention.linear_qkv.bias"] if spec.qkv_bias else []
+    inner += [f"self_attention.{p}_layernorm.weight" for p in "qk"] if spec.qk_layernorm else []
+    if spec.num_moe_experts:
+        inner.append("mlp.router.weight")
+    mlps = [f"mlp.experts.local_experts.{e}." for e in range(spec.num_moe_experts)] or ["mlp."]
+    inner += [f"{mlp}linear_fc{n}.weight" for mlp in mlps for n in (1, 2)]
+    names += [f"decoder.layers.{i}.{name}" for i in range(spec.num_layers) for name in inner]
+    return {tensor for name in names for tensor in hf_source(name).names}
+
+
 def hf_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """Contents of `config.json`.
 
     Raises:
-        BackendError: if the model is of none of the three families.
+        BackendError: if Hugging Face has no model class for it.
     """
-    if spec.qkv_bias == spec.qk_layernorm or (spec.num_moe_experts and spec.qkv_bias):
+    kind = (spec.qkv_bias, spec.qk_layernorm, spec.num_moe_experts > 0)
+    if kind not in _FAMILIES:
         raise BackendError(
             f"{spec.name} (qkv_bias {spec.qkv_bias}, qk_layernorm {spec.qk_layernorm}, "
-            f"{spec.num_moe_experts} experts) is neither Qwen2, Qwen3 nor Qwen3-MoE",
+            f"{spec.num_moe_experts} experts) is none of "
+            f"{', '.join(name for name, _ in _FAMILIES.values())}",
             "Hugging Face has no model class for it",
         )
-    family = ("qwen2", "Qwen2ForCausalLM")
-    if spec.qk_layernorm:
-        family = ("qwen3", "Qwen3ForCausalLM")
-    if spec.num_moe_experts:
-        family = ("qwen3_moe", "Qwen3MoeForCausalLM")
+    model_type, architecture = _FAMILIES[kind]
     config: dict[str, Any] = {
-        "architectures": [family[1]],
-        "model_type": family[0],
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_act": "silu",
         "torch_dtype": str(dtype).removeprefix("torch."),
         "attention_bias": spec.qkv_bias,
-        "use_sliding_window": False,
-        **_shape(spec),
-    }
-    if spec.num_moe_experts:
-        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return config
-
-
-def _shape(spec: ModelSpec) -> dict[str, Any]:
-    """Keys that must agree between `config.json` and the model."""
-    shape = {
         "num_hidden_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_attention_heads,
@@ -136,40 +145,12 @@ def _shape(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied_embeddings,
     }
     if spec.num_moe_experts:
-        del shape["intermediate_size"]  # of dense layers, which there are none of
-        shape |= {
+        config |= {
             "num_experts": spec.num_moe_experts,
             "num_experts_per_tok": spec.moe_topk,
             "moe_intermediate_size": spec.moe_ffn_hidden_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
-    return shape
-
-
-_UNSUPPORTED = (
-    ("use_sliding_window", (None, False)),
-    ("rope_scaling", (None,)),
-    ("norm_topk_prob", (None, True)),
-    ("decoder_sparse_step", (None, 1)),
-    ("mlp_only_layers", (None, [])),
-)
-
-
-def check_hf_config(config: dict[str, Any], spec: ModelSpec, where: str) -> None:
-    """Check what shapes of tensors cannot tell; keys that a file leaves out are not checked.
-
-    Raises:
-        BackendError: naming the key and both values.
-    """
-    rope = config.get("rope_parameters") or {}
-    found = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None} | config
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope["rope_type"]
-    for key, wanted in _shape(spec).items():
-        if found.get(key) is not None and found[key] != wanted:
-            raise BackendError(
-                f"{where}: {key} is {found[key]}, the plan's model {spec.name} has {wanted}",
-                "plan with the model that these weights are of",
-            )
-    for key, allowed in _UNSUPPORTED:
-        if found.get(key) not in allowed:
-            raise BackendError(f"{where}: {key} = {found[key]} is not supported")
+    return config

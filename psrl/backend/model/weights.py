@@ -19,9 +19,10 @@ from torch import Tensor
 
 from psrl.backend.io.new_directory import new_directory
 from psrl.core.cost.cluster import ModelSpec
+from psrl.core.cost.hf_config import differing_fields, read_hf_config
 from psrl.core.errors import BackendError
 
-from .hf_layout import check_hf_config, hf_config, hf_source, join, separate
+from .hf_layout import hf_config, hf_source, hf_tensor_names, join, separate
 from .parameters import (
     ParallelGroups,
     gather_slices,
@@ -35,19 +36,32 @@ from .parameters import (
 
 _INDEX = "model.safetensors.index.json"
 _GIB = 2**30
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Buffers that some releases store; they follow from the configuration.
+_COMPUTED = (".rotary_emb.inv_freq",)
+_NAMED = 6
 
 
-def load_hf(module: torch.nn.Module, spec: ModelSpec, directory: Path) -> None:
+def load_hf(
+    module: torch.nn.Module, spec: ModelSpec, directory: Path, check_config: bool = True
+) -> None:
     """Copy the weights of a Hugging Face directory into this rank's part of a model.
 
+    Args:
+        check_config: whether `config.json` must describe the model; False for a caller that has
+            read it with changes of its own.
+
     Raises:
-        BackendError: if the directory is of another model, or a tensor is missing or has another
-            shape.
+        ConfigError: if `config.json` says what the backend does not compute.
+        BackendError: if the directory is of another model, or a tensor is missing, superfluous, of
+            another shape, or quantised.
     """
+    if not directory.is_dir():
+        raise BackendError(f"{directory} is no directory of weights")
+    if check_config:
+        _check_same_model(directory, spec)
     tensors = _HfDirectory(directory)
-    config = directory / "config.json"
-    if config.exists():
-        check_hf_config(_read_json(config), spec, str(config))
+    tensors.check_names(spec)
     groups = ParallelGroups.current()
     rank, size = group_rank(groups.tensor), group_size(groups.tensor)
     with torch.no_grad():
@@ -65,26 +79,83 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, directory: Path) -> None:
             parameter.copy_(shard(join(parts, source, spec), name, rank, size))
 
 
+def _check_same_model(directory: Path, spec: ModelSpec) -> None:
+    found = read_hf_config(directory)
+    differing = differing_fields(found, spec)
+    if differing:
+        raise BackendError(
+            f"{directory} is of another model than the plan's {spec.name}: "
+            + "; ".join(
+                f"{name} is {getattr(found, name)}, the plan has {getattr(spec, name)}"
+                for name in differing
+            ),
+            "plan with the model that these weights are of",
+        )
+
+
 class _HfDirectory:
     """Tensors of one or several safetensors files by name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: dict[str, Any] = {}
-        if not directory.is_dir():
-            raise BackendError(f"{directory} is no directory of weights")
-        index = directory / _INDEX
-        if index.exists():
-            self._file_of: dict[str, str] = _read_json(index).get("weight_map", {})
+        self._has_index = (directory / _INDEX).exists()
+        if self._has_index:
+            self._file_of = self._read_index()
         else:
             files = sorted(path.name for path in directory.glob("*.safetensors"))
-            # An open file lists its tensors but is no mapping.
-            self._file_of = {key: name for name in files for key in self._file(name).keys()}  # noqa: SIM118
+            self._file_of = {}
+            for name in files:
+                for key in self._file(name).keys():  # noqa: SIM118 - it is no mapping
+                    if key in self._file_of:
+                        raise BackendError(
+                            f"{directory}: tensor {key} is both in {self._file_of[key]} and {name}",
+                            f"several files need {_INDEX}",
+                        )
+                    self._file_of[key] = name
         if not self._file_of:
             raise BackendError(
                 f"{directory} holds no safetensors weights",
                 "convert them with transformers: model.save_pretrained(directory)",
             )
+
+    def _read_index(self) -> dict[str, str]:
+        path = self._directory / _INDEX
+        weight_map = _read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        ):
+            raise BackendError(f"{path}: weight_map must give each tensor a file beside it")
+        return weight_map
+
+    def check_names(self, spec: ModelSpec) -> None:
+        """Check that the tensors are those of the model: none missing, none superfluous.
+
+        Raises:
+            BackendError: with the names.
+        """
+        wanted = hf_tensor_names(spec)
+        found = {name for name in self._file_of if not name.endswith(_COMPUTED)}
+        missing, superfluous = sorted(wanted - found), sorted(found - wanted)
+        if superfluous == ["lm_head.weight"] and not missing and self._repeats_the_embedding():
+            return
+        if missing or superfluous:
+            parts = [
+                f"{len(names)} tensor(s) {what}: {', '.join(names[:_NAMED])}"
+                + (", ..." if len(names) > _NAMED else "")
+                for what, names in (("missing", missing), ("that nothing would use", superfluous))
+                if names
+            ]
+            raise BackendError(
+                f"{self._directory} does not hold the weights of {spec.name}: {'; '.join(parts)}",
+                "are these the weights of the plan's model?",
+            )
+
+    def _repeats_the_embedding(self) -> bool:
+        """Whether a head that is tied to the embedding is stored with its values."""
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        head, embedding = (self._file(self._file_of[name]).get_tensor(name) for name in names)
+        return torch.equal(head, embedding)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -92,14 +163,21 @@ class _HfDirectory:
                 self._open[name] = safe_open(self._directory / name, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise BackendError(f"cannot read {self._directory / name} ({error})") from None
+            if self._has_index:
+                self._check_listed(name)
         return self._open[name]
 
-    def get(self, name: str, shape: list[int]) -> Tensor:
-        if name not in self._file_of:
+    def _check_listed(self, file: str) -> None:
+        unlisted = [k for k in self._open[file].keys() if self._file_of.get(k) != file]  # noqa: SIM118
+        if unlisted:
             raise BackendError(
-                f"{self._directory} has no tensor {name}",
-                "are these the weights of the plan's model?",
+                f"{self._directory / file} holds {unlisted[0]}"
+                f"{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''}, which {_INDEX} "
+                "does not place there",
+                "the files are of different checkpoints, or one was changed",
             )
+
+    def get(self, name: str, shape: list[int]) -> Tensor:
         file = self._file(self._file_of[name])
         try:
             found = list(file.get_slice(name).get_shape())
@@ -115,13 +193,18 @@ class _HfDirectory:
                 "are these the weights of the plan's model?",
             )
         tensor: Tensor = file.get_tensor(name)
+        if tensor.dtype not in _DTYPES:
+            raise BackendError(
+                f"{self._directory}: tensor {name} is of {tensor.dtype}",
+                "quantised weights are not read; convert them to bfloat16 first",
+            )
         return tensor
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BackendError(f"cannot read {path} ({error})") from None
     if not isinstance(content, dict):
         raise BackendError(f"{path} holds no JSON object")

@@ -26,6 +26,7 @@ from psrl.backend.model.model import build_model
 from psrl.backend.model.weights import load_hf
 from psrl.backend.options import LossOptions, RouterOptions
 from psrl.backend.train.engine import RankEngine
+from psrl.core.cost.hf_config import model_from_hf_config
 from psrl.core.errors import BackendError
 from psrl.core.run.events import EventLog
 from psrl.integrations.verl.batch.batch_run import BatchRun
@@ -38,7 +39,7 @@ from psrl.integrations.verl.batch.sample_loss import (
 )
 from psrl.integrations.verl.batch.samples import whole_samples
 from psrl.integrations.verl.batch.trace_export import TraceExport
-from psrl.integrations.verl.settings.options import make_setup, model_spec, parse_options
+from psrl.integrations.verl.settings.options import make_setup, parse_options
 from psrl.integrations.verl.settings.refusals import (
     check_batch,
     check_configuration,
@@ -71,7 +72,7 @@ class PsrlEngine(BaseEngine):
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", torch.cuda.current_device())
-        spec = model_spec(model_config.hf_config.to_dict(), str(model_config.path))
+        spec = model_from_hf_config(model_config.hf_config.to_dict(), str(model_config.path))
         parallel = parallel_config(engine_config, dist.get_world_size())
         self._setup = make_setup(self._options, spec, parallel, self._dtype)
         self._pipeline = join_pipeline(parallel, self._options.timeout_s)
@@ -95,7 +96,8 @@ class PsrlEngine(BaseEngine):
             device=self._device,
             **settings,
         )
-        load_hf(self.model, setup.model, Path(self._model_config.local_path))
+        path = Path(self._model_config.local_path)
+        load_hf(self.model, setup.model, path, check_config=False)
         rank = parallel_state.get_data_parallel_rank()
         rank_engine = RankEngine(
             model=self.model,

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from verl.utils import tensordict_utils as tu
 
+from psrl.core.cost.hf_config import model_from_hf_config
 from psrl.core.errors import BackendError, ConfigError
 from psrl.core.samples.trace import open_trace
 from tests.integrations.verl.batches import group_batch, to_batch
@@ -224,7 +225,7 @@ def test_refused_configuration_names_the_key(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "model type 'llama' is not supported"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
     ],
@@ -232,12 +233,10 @@ def test_refused_configuration_names_the_key(
 def test_unsupported_model_is_refused(
     tiny_qwen2: Path, changed: dict[str, object], message: str
 ) -> None:
-    from psrl.integrations.verl.settings.options import model_spec
-
     config = json.loads((tiny_qwen2 / "config.json").read_text())
-    assert model_spec(config, "here").num_layers == 4
-    with pytest.raises(BackendError, match=message):
-        model_spec(config | changed, "here")
+    assert model_from_hf_config(config, "here").num_layers == 4
+    with pytest.raises(ConfigError, match=message):
+        model_from_hf_config(config | changed, "here")
 
 
 def refused_update(outcome_of: Path, loss: Loss, **fields: object) -> str:
