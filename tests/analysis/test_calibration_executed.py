@@ -137,7 +137,7 @@ def run_plan(plan: Plan, truth: Coefficients = TRUTH, noise: float = 0.01) -> Ev
                     if op == "backward":
                         time_s = costs.backward_s(*size, head)
                         if table.activation[m] == "recompute":
-                            time_s += costs.layers_forward_s(*size)
+                            time_s += costs.layers_s(*size)
                     end = now + float(time_s) * float(np.exp(rng.normal(0.0, noise)))
                     tokens = 0 if op == "backward" else int(size[0])
                     log.add(phase, index, 0, 0, op, m, tokens, now, end, memory)

@@ -1,5 +1,6 @@
 """The calibrated cost model: its form by hand, its file, and the warnings outside its domain."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from psrl.core.cost.calibration import (
     load_calibration,
 )
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
+from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.cost.layer_time import LayerShape, LayerTime
 from psrl.core.errors import ConfigError
 
@@ -47,6 +49,7 @@ BARE = Coefficients(
     replicated_passes=0.0,
     sharded_passes=0.0,
     host_layer_s=0.0,
+    accumulation_bytes_per_parameter=1e-9,
 )
 DOMAIN = Domain(
     device="card", dtype_bytes=2, attention="tree", ranges={"num_tokens": (100.0, 1000.0)}
@@ -133,7 +136,7 @@ def test_tensor_parallel_uses_the_measured_curve() -> None:
     measured = replace(
         plain, calibration=plain.calibration.model_copy(update={"all_reduce": {"2": curve}})
     )
-    ring_s = 300 * 256 * 2 / 1e10 + 1e-6
+    ring_s = 300 * 256 * 2 / 1e10 + 2e-6
     difference = measured.forward_s(300, 5000, 0) - plain.forward_s(300, 5000, 0)
     assert difference == pytest.approx(4 * 2 * (1e-3 - ring_s))
     slower = costs(tp=2, tensor_parallel_factor=3.0)
@@ -196,13 +199,76 @@ def test_arrays_and_numbers_agree() -> None:
         assert each[0] == 0.0
 
 
+@given(
+    sizes=st.tuples(st.integers(0, 10**5), st.integers(0, 10**9), st.integers(0, 10**4)),
+    layout=st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 1), (4, 1, 2, 2), (1, 2, 4, 4)]),
+    host_overlaps=st.booleans(),
+)
+def test_both_models_are_one_form(
+    sizes: tuple[int, int, int], layout: tuple[int, int, int, int], host_overlaps: bool
+) -> None:
+    """A calibration that found what the data sheet says predicts what the roofline predicts."""
+    tp, pp, dp, ep = layout
+    model = MODEL
+    if ep > 1:
+        moe = {"num_moe_experts": 8, "moe_topk": 2, "moe_ffn_hidden_size": 256}
+        model = MODEL.model_copy(update=moe)
+    device = DEVICE.model_copy(update={"host_layer_s": 1e-4, "host_overlaps": host_overlaps})
+    cluster = costs(tp, pp, dp, num_hosts=2 if tp * pp * dp > 1 else 1).cluster
+    cluster = cluster.model_copy(update={"device": device})
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        data_parallel_size=dp,
+        expert_model_parallel_size=ep,
+        sequence_parallel=tp > 1,
+    )
+    calibration = Calibration(
+        sources=(), coefficients=Coefficients.of_device(device), domain=DOMAIN
+    )
+    roofline = RooflineCostModel(model, cluster, parallel)
+    calibrated = CalibratedCostModel(model, cluster, parallel, calibration)
+    for stage in range(pp):
+        for name in ("stage_forward_s", "stage_backward_s"):
+            assert getattr(roofline, name)(stage, *sizes) == getattr(calibrated, name)(
+                stage, *sizes
+            )
+    assert roofline.message_s(sizes[0]) == calibrated.message_s(sizes[0])
+    assert roofline.gradient_reduction_s() == calibrated.gradient_reduction_s()
+    assert roofline.optimizer_step_s() == calibrated.optimizer_step_s()
+
+
+def test_a_calibration_from_before_a_term_predicts_what_it_predicted(tmp_path: Path) -> None:
+    text = costs().calibration.model_dump_json()
+    old = json.loads(text)
+    for name in ("weight_passes", "accumulation_bytes_per_parameter"):
+        del old["coefficients"][name]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old), encoding="utf-8")
+    model = replace(costs(), calibration=load_calibration(path))
+    assert model.backward_s(1, 0, 0) == pytest.approx(4 * 2 * LINEAR_S)
+    assert any("psrl calibrate" in warning for warning in model.domain_warnings())
+
+
+def test_accumulation_inside_the_products_of_other_software_is_not_used() -> None:
+    """psRL adds each weight gradient to its main gradient: 10 bytes, at 0.8 of the bandwidth."""
+    model = costs(accumulation_bytes_per_parameter=0.0)
+    scores = DOMAIN.model_copy(update={"attention": "scores"})
+    calibration = model.calibration.model_copy(update={"domain": scores})
+    found = replace(model, calibration=calibration)
+    assert found.coefficients.accumulation_bytes_per_parameter == pytest.approx(10 / 0.8)
+    assert any("accumulation" in warning for warning in found.domain_warnings())
+
+
 def test_experts_count_as_one_wide_mlp() -> None:
     moe = MODEL.model_copy(update={"num_moe_experts": 8, "moe_topk": 2, "moe_ffn_hidden_size": 256})
-    assert LayerShape.of_model(moe, 1, 2) == LayerShape.of_model(MODEL, 1, 2)
+    wide, dense = (LayerShape.of_model(m, ParallelConfig(), 2) for m in (moe, MODEL))
+    assert wide.mlp == dense.mlp
+    assert wide.projections == dense.projections
 
 
 def test_score_passes_count_where_scores_are_kept() -> None:
-    shape = LayerShape.of_model(MODEL, 1, 2)
+    shape = LayerShape.of_model(MODEL, ParallelConfig(), 2)
     kept = LayerTime(BARE.model_copy(update={"score_passes": 3.0}), DEVICE, shape)
     plain = LayerTime(BARE, DEVICE, shape)
     added = kept.layer_s(100, 10**6).forward_s - plain.layer_s(100, 10**6).forward_s

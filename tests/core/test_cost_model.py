@@ -1,5 +1,7 @@
 """The roofline and the memory model: published totals, hand-computed figures, monotonicity."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig
 from psrl.core.cost.cost_model import RooflineCostModel
+from psrl.core.cost.layer_time import Term
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.cost.presets import DEVICES, MODELS
 
@@ -25,11 +28,23 @@ def cluster(num_hosts: int = 1, **device: float) -> ClusterSpec:
     )
 
 
-def costs(tp: int = 1, pp: int = 1, dp: int = 1, **changes: float) -> RooflineCostModel:
+def costs(
+    tp: int = 1, pp: int = 1, dp: int = 1, without: tuple[Term, ...] = (), **changes: float
+) -> RooflineCostModel:
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp
     )
-    return RooflineCostModel(MODEL, cluster(**changes), parallel)
+    return RooflineCostModel(MODEL, cluster(**changes), parallel, without=frozenset(without))
+
+
+# What is the same for all micro-batches, however small.
+FIXED: tuple[Term, ...] = ("host", "weights", "accumulation")
+Q_AND_OUTPUT = 2 * 3584 * 3584
+K_AND_V = 2 * 3584 * 512
+MLP = 3 * 3584 * 18944
+PROJECTIONS = Q_AND_OUTPUT + K_AND_V + MLP
+LAYER = PROJECTIONS + (3584 + 2 * 512) + 2 * 3584
+BANDWIDTH = 3.35e12 * 0.8
 
 
 @pytest.mark.parametrize(
@@ -46,16 +61,9 @@ def test_moe_counts_all_experts_but_multiplies_with_the_chosen() -> None:
 
 
 def test_flops_of_one_layer_by_hand() -> None:
-    q_and_output = 2 * 3584 * 3584
-    k_and_v = 2 * 3584 * 512
-    mlp = 3 * 3584 * 18944
-    bias_and_norms = (3584 + 2 * 512) + 2 * 3584
-    device, model = DEVICES["h100-80"], costs()
-    rate = device.peak_flops_per_s * device.gemm_efficiency
-    flops = 2 * (q_and_output + k_and_v + mlp + bias_and_norms)
-    assert model.linear_s_per_token * rate == pytest.approx(flops, rel=1e-12)
-    attention_rate = device.peak_flops_per_s * device.attention_efficiency
-    assert model.attention_s_per_pair * attention_rate == pytest.approx(2 * 2 * 28 * 128)
+    parts = costs().op_parts(0, 1000, 10**6, 0, is_backward=False)
+    assert parts["linear"] == pytest.approx(28 * 1000 * 2 * PROJECTIONS / (989e12 * 0.75))
+    assert parts["attention"] == pytest.approx(28 * 10**6 * 2 * 2 * 28 * 128 / (989e12 * 0.5))
 
 
 def test_long_forward_approaches_its_flops() -> None:
@@ -63,25 +71,65 @@ def test_long_forward_approaches_its_flops() -> None:
     model = costs(host_layer_s=0.0, memory_bandwidth_bytes_per_s=1e30)
     device = DEVICES["h100-80"]
     tokens, pairs, head = 4096, 4096 * 4097 // 2, 100
-    flops_s = 28 * tokens * 2 * MODEL.active_layer_parameters / (989e12 * 0.75)
+    flops_s = 28 * tokens * 2 * PROJECTIONS / (989e12 * 0.75)
     flops_s += 28 * pairs * 4 * 3584 / (989e12 * device.attention_efficiency)
     flops_s += head * 2 * 3584 * 152064 / (989e12 * 0.75)
     assert model.forward_s(tokens, pairs, head) == pytest.approx(flops_s, rel=1e-9)
 
 
 def test_memory_bound_work_by_hand() -> None:
-    """14 passes over the hidden states per layer, 4 over fp32 logits."""
+    """14 passes over the hidden states per layer, 4 over fp32 logits; weights are read once."""
     model = costs(host_layer_s=0.0, peak_flops_per_s=1e30)
-    rate = 3.35e12 * 0.8
-    layers_s = 28 * 1000 * 14 * 2 * 3584 * 2 / rate
-    assert model.forward_s(1000, 0, 0) == pytest.approx(layers_s)
-    assert model.forward_s(0, 0, 1000) == pytest.approx(1000 * 4 * 152064 * 4 / rate)
+    layers_s = 28 * 1000 * 14 * 2 * 3584 * 2 / BANDWIDTH
+    weights_s = 28 * PROJECTIONS * 2 / BANDWIDTH
+    assert model.forward_s(1000, 0, 0) == pytest.approx(layers_s + weights_s)
+    head_s = (1000 * 4 * 4 + 3584 * 2) * 152064 / BANDWIDTH
+    assert model.forward_s(0, 0, 1000) == pytest.approx(head_s)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 2048])
+def test_few_tokens_wait_for_the_weights_and_many_for_the_products(num_tokens: int) -> None:
+    """A product takes the longer of the two; the backward reads the weights, and writes as many."""
+    read_s = 28 * PROJECTIONS * 2 / BANDWIDTH
+    compute_s = 28 * num_tokens * 2 * PROJECTIONS / (989e12 * 0.75)
+    for is_backward, factor in ((False, 1), (True, 2)):
+        parts = costs().op_parts(0, num_tokens, 0, 0, is_backward)
+        assert parts["linear"] == pytest.approx(factor * compute_s)
+        together_s = factor * max(read_s, compute_s)
+        assert parts["linear"] + parts["weights"] == pytest.approx(together_s)
+
+
+def test_every_backward_adds_its_weight_gradients_to_the_main_gradients() -> None:
+    """bf16 read, fp32 read and written: 10 bytes of each parameter, 7 ms at TP2 PP2 on an H100."""
+    layers_s = 14 * (LAYER / 2) * 10 / BANDWIDTH
+    ends_s = 3584 * 152064 / 2 * 10 / BANDWIDTH
+    model = costs(tp=2, pp=2)
+    for num_tokens in (1, 5000):
+        first, last = (model.op_parts(s, num_tokens, 0, 7, is_backward=True) for s in (0, 1))
+        assert first["accumulation"] == pytest.approx(layers_s + ends_s)
+        assert last["accumulation"] == pytest.approx(layers_s + ends_s)
+    assert 0.0068 < layers_s + ends_s < 0.0073
+    without_rows = model.op_parts(1, 100, 0, 0, is_backward=True)
+    assert without_rows["accumulation"] == pytest.approx(layers_s)
+    assert "accumulation" not in model.op_parts(1, 100, 0, 7, is_backward=False)
+    alone = costs().op_parts(0, 100, 0, 7, is_backward=True)["accumulation"]
+    assert alone == pytest.approx((28 * LAYER + 2 * 3584 * 152064) * 10 / BANDWIDTH)
+    tied = MODEL.model_copy(update={"tied_embeddings": True})
+    found = replace(costs(), model=tied).op_parts(0, 100, 0, 7, is_backward=True)
+    assert found["accumulation"] == pytest.approx((28 * LAYER + 3584 * 152064) * 10 / BANDWIDTH)
+
+
+def test_gradients_in_float32_are_as_wide_as_their_main_gradients() -> None:
+    model = costs(dtype_bytes=4)
+    accumulation_s = model.op_parts(0, 100, 0, 0, is_backward=True)["accumulation"]
+    assert accumulation_s == pytest.approx((28 * LAYER + 3584 * 152064) * 12 / BANDWIDTH)
 
 
 def test_small_forward_costs_its_launches() -> None:
     launch_s = 28 * DEVICES["h100-80"].host_layer_s
-    assert costs().forward_s(1, 1, 0) == pytest.approx(launch_s, rel=1e-3)
-    assert costs().backward_s(1, 1, 0) == pytest.approx(2 * launch_s, rel=1e-3)
+    model = costs(without=("weights", "accumulation"))
+    assert model.forward_s(1, 1, 0) == pytest.approx(launch_s, rel=1e-3)
+    assert model.backward_s(1, 1, 0) == pytest.approx(2 * launch_s, rel=1e-3)
 
 
 def test_a_host_that_computes_launches_before() -> None:
@@ -93,7 +141,7 @@ def test_a_host_that_computes_launches_before() -> None:
 
 
 def test_backward_takes_twice_the_projections_and_more_of_attention() -> None:
-    model = costs(host_layer_s=0.0)
+    model = costs(without=FIXED)
     assert model.backward_s(10_000, 0, 0) == pytest.approx(2 * model.forward_s(10_000, 0, 0))
     assert model.backward_s(0, 10**9, 0) == pytest.approx(2.5 * model.forward_s(0, 10**9, 0))
     assert model.backward_s(0, 0, 500) == pytest.approx(3 * model.forward_s(0, 0, 500))
@@ -130,21 +178,46 @@ def test_arrays_give_what_scalars_give() -> None:
 
 
 def test_tensor_parallel_halves_compute() -> None:
-    one, two = costs(tp=1), costs(tp=2)
-    assert two.linear_s_per_token == pytest.approx(one.linear_s_per_token / 2)
-    assert two.attention_s_per_pair == pytest.approx(one.attention_s_per_pair / 2)
-    assert two.head_s_per_token == pytest.approx(one.head_s_per_token / 2)
-    assert two.rank_parameters == pytest.approx(one.rank_parameters / 2)
-    assert two.elementwise_s_per_token == one.elementwise_s_per_token
+    one, two = (costs(tp=tp).op_parts(0, 900, 10**6, 300, is_backward=True) for tp in (1, 2))
+    for term in ("linear", "weights", "attention", "accumulation", "head"):
+        assert two[term] == pytest.approx(one[term] / 2), term
+    assert two["elementwise"] == one["elementwise"]
+    assert costs(tp=2).rank_parameters == pytest.approx(costs().rank_parameters / 2)
 
 
-def test_tensor_parallel_pays_two_ring_all_reduces_per_layer() -> None:
-    fast = {"host_layer_s": 0.0, "peak_flops_per_s": 1e30, "memory_bandwidth_bytes_per_s": 1e30}
+def test_tensor_parallel_pays_two_ring_all_reduces_per_layer_and_direction() -> None:
     ring = 2 * (1 / 2) * 1000 * 3584 * 2 / 450e9
-    expected = 28 * 2 * (ring + 5e-6)
-    assert costs(tp=2, **fast).forward_s(1000, 0, 0) == pytest.approx(expected)
-    assert costs(tp=2, **fast).backward_s(1000, 0, 0) == pytest.approx(2 * expected)
-    assert costs(tp=1, **fast).forward_s(1000, 0, 0) == pytest.approx(0.0, abs=1e-12)
+    for is_backward in (False, True):
+        parts = costs(tp=2).op_parts(0, 1000, 0, 0, is_backward)
+        assert parts["tensor_parallel"] == pytest.approx(28 * 2 * (ring + 2 * 5e-6))
+        assert costs().op_parts(0, 1000, 0, 0, is_backward)["tensor_parallel"] == 0.0
+
+
+def test_tensor_parallel_across_hosts_waits_for_the_slowest_link() -> None:
+    """Four ranks on two hosts: their two ports move 3/4 of the bytes twice."""
+
+    def time_s(bytes_per_s: float, tp: int = 4, devices_per_host: int = 2) -> float:
+        parallel = ParallelConfig(tensor_model_parallel_size=tp)
+        slow = cluster(2).model_copy(
+            update={"inter_host_bytes_per_s": bytes_per_s, "devices_per_host": devices_per_host}
+        )
+        parts = RooflineCostModel(MODEL, slow, parallel).op_parts(0, 1000, 0, 0, False)
+        return float(parts["tensor_parallel"]) / (28 * 2)
+
+    nbytes = 1000 * 3584 * 2
+    assert time_s(50e9) == pytest.approx(2 * 3 / 4 * nbytes / (2 * 50e9) + 2 * 15e-6)
+    assert time_s(5e6) == pytest.approx(2 * 3 / 4 * nbytes / (2 * 5e6) + 2 * 15e-6)
+    # Hosts of six cut the second group of four in two and two.
+    assert time_s(50e9, 4, 6) == pytest.approx(2 * 3 / 4 * nbytes / (2 * 50e9) + 2 * 15e-6)
+    assert time_s(5e6, 2, 4) == pytest.approx(2 * 1 / 2 * nbytes / 450e9 + 2 * 5e-6)
+
+
+def test_sequence_parallel_collectives_move_the_same_bytes() -> None:
+    plain = costs(tp=4)
+    sequence = plain.parallel.model_copy(update={"sequence_parallel": True})
+    assert replace(plain, parallel=sequence).forward_s(900, 10**6, 0) == plain.forward_s(
+        900, 10**6, 0
+    )
 
 
 def test_stages_divide_the_layers_and_the_last_has_the_head() -> None:
@@ -152,7 +225,7 @@ def test_stages_divide_the_layers_and_the_last_has_the_head() -> None:
     layers = costs().forward_s(3000, 10**6, 0) / 4
     assert model.stage_forward_s(0, 3000, 10**6, 700) == pytest.approx(layers)
     assert model.stage_forward_s(3, 3000, 10**6, 0) == pytest.approx(layers)
-    head_s = 700 * model.head_s_per_token
+    head_s = 700 * 152064 * (2 * 3584 / (989e12 * 0.75) + 16 / BANDWIDTH)
     assert model.forward_s(3000, 10**6, 700) == pytest.approx(layers + head_s)
     assert model.stage_backward_s(0, 3000, 10**6, 700) < model.backward_s(3000, 10**6, 700)
 
@@ -161,6 +234,56 @@ def test_messages_cross_hosts_only_when_a_pipeline_does() -> None:
     nbytes = 1000 * 3584 * 2
     assert costs(tp=2, pp=4).message_s(1000) == pytest.approx(nbytes / 450e9 + 5e-6)
     assert costs(tp=4, pp=4, num_hosts=2).message_s(1000) == pytest.approx(nbytes / 50e9 + 15e-6)
+
+
+def test_sequence_parallel_ranks_send_their_own_rows() -> None:
+    plain = costs(tp=4, pp=2)
+    sequence = plain.parallel.model_copy(update={"sequence_parallel": True})
+    nbytes = 1000 / 4 * 3584 * 2
+    found = replace(plain, parallel=sequence).message_s(1000)
+    assert found == pytest.approx(nbytes / 450e9 + 5e-6)
+
+
+OP_TERMS: tuple[Term, ...] = (
+    *("linear", "weights", "accumulation", "attention", "elementwise", "head"),
+    *("tensor_parallel", "host"),
+)
+
+
+@given(st.integers(0, 10**5), st.integers(0, 10**9), st.integers(0, 10**4), st.sampled_from([1, 2]))
+def test_terms_add_up_and_none_is_negative(tokens: int, pairs: int, head: int, pp: int) -> None:
+    model = costs(tp=2, pp=pp)
+    for stage in range(pp):
+        for is_backward, time_s in ((False, model.stage_forward_s), (True, model.stage_backward_s)):
+            parts = model.op_parts(stage, tokens, pairs, head, is_backward)
+            assert min(parts.values()) >= 0.0
+            whole = time_s(stage, tokens, pairs, head)
+            assert sum(parts.values()) == pytest.approx(whole, rel=1e-12, abs=1e-15)
+
+
+@given(st.integers(1, 10**5), st.integers(0, 10**9), st.integers(0, 10**4))
+def test_nothing_is_slower_without_a_term(tokens: int, pairs: int, head: int) -> None:
+    whole = costs(tp=2, pp=2)
+    for term in OP_TERMS:
+        less = replace(whole, without=frozenset([term]))
+        assert less.op_parts(1, tokens, pairs, head, True).get(term, 0.0) == 0.0
+        for name in ("forward_s", "backward_s"):
+            found, before = (getattr(m, name)(tokens, pairs, head) for m in (less, whole))
+            assert found <= before * (1 + 1e-12)
+    assert replace(whole, without=frozenset(OP_TERMS)).backward_s(tokens, pairs, head) == 0.0
+    beside: tuple[Term, ...] = ("message", "gradient_reduction", "optimizer_step")
+    none = replace(whole, without=frozenset(beside))
+    assert none.message_s(tokens) == none.gradient_reduction_s() == none.optimizer_step_s() == 0.0
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(0, 10**5))
+def test_slopes_are_below_every_micro_batch(tokens: int, pairs: int, head: int) -> None:
+    """What bounds charge for work: a large amount's time, beside which fixed parts vanish."""
+    for model in (costs(), costs(tp=2, pp=2)):
+        for time_s in (model.forward_s, model.backward_s):
+            slopes = [float(time_s(*row)) / 1e9 for row in np.diag([1e9] * 3)]
+            work_s = float(np.dot(slopes, [tokens, pairs, head]))
+            assert work_s <= float(time_s(tokens, pairs, head)) * (1 + 1e-9)
 
 
 def test_gradient_reduction_and_optimizer() -> None:
@@ -173,7 +296,7 @@ def test_gradient_reduction_and_optimizer() -> None:
     whole_stages = costs(dp=4, pp=4, num_hosts=2)
     inside = 3 / 4 * whole_stages.rank_parameters * (4 + 2) / 450e9 + 2 * 5e-6
     assert whole_stages.gradient_reduction_s() == pytest.approx(inside)
-    step = 2 * 12 * parameters / 4 / (3.35e12 * 0.8) + DEVICES["h100-80"].host_layer_s
+    step = 2 * 12 * parameters / 4 / BANDWIDTH + DEVICES["h100-80"].host_layer_s
     assert costs(dp=4).optimizer_step_s() == pytest.approx(step)
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from psrl.core.cost.calibrated_cost_model import CalibratedCostModel
 from psrl.core.cost.calibration import Calibration, Coefficients, Domain
-from psrl.core.cost.cluster import ModelSpec, ParallelConfig, check_layout
-from psrl.core.cost.collectives import expert_exchange_s
+from psrl.core.cost.cluster import ClusterSpec, ModelSpec, ParallelConfig, check_layout
+from psrl.core.cost.collectives import expert_exchange_line
 from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.cost.parameters import expert_data_parallel_size, optimizer_shard, rank_parameters
@@ -40,6 +40,14 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> ParallelConfig
         expert_model_parallel_size=ep,
         sequence_parallel=tp > 1,
     )
+
+
+def exchange_s(
+    parallel: ParallelConfig, cluster: ClusterSpec | None = None, num_tokens: int = 1000
+) -> float:
+    where = a100_cluster() if cluster is None else cluster
+    per_token_s, latency_s = expert_exchange_line(MOE, where, parallel)
+    return num_tokens * per_token_s + latency_s
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,7 @@ def test_a_dense_model_has_no_experts_to_count(name: str, tp: int) -> None:
     per_layer = model.attention_parameters + model.mlp_parameters
     assert expert == 0
     assert dense == (model.num_layers / 2 * per_layer + model.embedding_parameters) / tp
-    assert expert_exchange_s(model, a100_cluster(), parallel, 1000.0) == 0.0
+    assert expert_exchange_line(model, a100_cluster(), parallel) == (0.0, 0.0)
 
 
 def test_all_shards_together_are_the_model() -> None:
@@ -106,8 +114,7 @@ def test_exchange_inside_a_host_by_hand() -> None:
     """Dispatch and combine: 1,000 tokens to 2 experts each; three of four ranks are elsewhere."""
     nbytes = 1000 * 2 * 8 * 2
     expected = 2 * (nbytes * 3 / 4 / 300e9 + 5e-6)
-    found = expert_exchange_s(MOE, a100_cluster(), layout(dp=4, ep=4), 1000.0)
-    assert found == pytest.approx(expected)
+    assert exchange_s(layout(dp=4, ep=4)) == pytest.approx(expected)
 
 
 def test_exchange_across_hosts_takes_the_slower_link() -> None:
@@ -115,20 +122,49 @@ def test_exchange_across_hosts_takes_the_slower_link() -> None:
     parallel, nbytes = layout(dp=4, ep=4), 1000 * 2 * 8 * 2
     two_hosts = a100_cluster(devices_per_host=2, num_hosts=2)
     expected = 2 * (nbytes / 2 / 25e9 + 15e-6)
-    assert expert_exchange_s(MOE, two_hosts, parallel, 1000.0) == pytest.approx(expected)
+    assert exchange_s(parallel, two_hosts) == pytest.approx(expected)
 
 
 def test_tensor_parallel_ranks_exchange_their_share_of_the_sequence() -> None:
     nbytes = 500 * 2 * 8 * 2
-    found = expert_exchange_s(MOE, a100_cluster(), layout(tp=2, dp=2, ep=4), 1000.0)
+    found = exchange_s(layout(tp=2, dp=2, ep=4))
     assert found == pytest.approx(2 * (nbytes * 3 / 4 / 300e9 + 5e-6))
 
 
 def test_no_tokens_exchange_nothing() -> None:
-    parallel = layout(dp=4, ep=4)
-    found = expert_exchange_s(MOE, a100_cluster(), parallel, np.array([0.0, 1.0]))
+    model = RooflineCostModel(MOE, a100_cluster(), layout(dp=4, ep=4))
+    found = model.op_parts(0, np.array([0.0, 1.0]), 0.0, 0.0, False)["expert_exchange"]
     assert np.asarray(found)[0] == 0.0
-    assert np.asarray(found)[1] > 2 * 5e-6
+    assert np.asarray(found)[1] > 4 * 2 * 5e-6
+
+
+def test_weights_of_touched_experts_are_read_and_all_get_a_gradient() -> None:
+    """Of four experts a token chooses two: all of them are missed by n tokens half^n of the time.
+
+    The backward reads the same ones and writes gradients of all, as Megatron runs an expert
+    without tokens too.
+    """
+    where = a100_cluster()
+    rate = where.device.memory_bandwidth_bytes_per_s * where.device.bandwidth_efficiency
+    router_and_norms = 208 - 192 + 32
+    for parallel, own, tokens_at_experts in (
+        (layout(pp=2), 4, 3),
+        (layout(pp=2, dp=4, ep=4), 1, 12),
+        (layout(pp=2, tp=2, dp=2, ep=4), 1, 6),
+        (layout(pp=2, tp=4, ep=2), 2, 1.5),
+    ):
+        tp = parallel.tensor_model_parallel_size
+        slow = where.device.model_copy(update={"peak_flops_per_s": 1e30})
+        model = RooflineCostModel(MOE, where.model_copy(update={"device": slow}), parallel)
+        touched = own * (1 - 0.5**tokens_at_experts)
+        read = model.op_parts(0, 3, 0, 0, is_backward=False)["weights"]
+        assert read == pytest.approx(2 * (192 / tp + touched * 120) * 2 / rate)
+        backward = model.op_parts(0, 3, 0, 0, is_backward=True)
+        moved = 2 * 192 / tp + (touched + own) * 120
+        assert backward["weights"] == pytest.approx(2 * moved * 2 / rate)
+        layer = (192 + router_and_norms) / tp + own * 120
+        parameters = 2 * layer + 32 * 8 / tp
+        assert backward["accumulation"] == pytest.approx(parameters * 10 / rate)
 
 
 COEFFICIENTS = Coefficients(gemm_efficiency=0.5, attention_efficiency=0.5, host_layer_s=0.0)
@@ -141,16 +177,13 @@ CALIBRATION = Calibration(
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_every_layer_and_direction_pays_one_exchange(calibrated: bool) -> None:
-    def model(ep: int) -> RooflineCostModel | CalibratedCostModel:
-        where = a100_cluster(host_layer_s=0.0)
-        if calibrated:
-            return CalibratedCostModel(MOE, where, layout(pp=2, dp=4, ep=ep), CALIBRATION)
-        return RooflineCostModel(MOE, where, layout(pp=2, dp=4, ep=ep))
-
-    exchange_s = 2 * expert_exchange_s(MOE, a100_cluster(), layout(pp=2, dp=4, ep=4), 1000.0)
-    for name in ("stage_forward_s", "stage_backward_s"):
-        alone, spread = (getattr(model(ep), name)(0, 1000.0, 0.0, 0.0) for ep in (1, 4))
-        assert spread - alone == pytest.approx(exchange_s)
+    parallel, where = layout(pp=2, dp=4, ep=4), a100_cluster()
+    model = RooflineCostModel(MOE, where, parallel)
+    if calibrated:
+        model = CalibratedCostModel(MOE, where, parallel, CALIBRATION)
+    for is_backward in (False, True):
+        parts = model.op_parts(0, 1000.0, 0.0, 0.0, is_backward)
+        assert parts["expert_exchange"] == pytest.approx(2 * exchange_s(parallel))
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

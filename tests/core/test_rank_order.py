@@ -11,8 +11,8 @@ from psrl.core.cost.calibration import Calibration, Coefficients, Domain
 from psrl.core.cost.cluster import (
     ParallelConfig,
     first_device,
+    group_crosses_hosts,
     pipeline_link,
-    reduction_crosses_hosts,
 )
 from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.cost.parameters import expert_data_parallel_size
@@ -69,10 +69,10 @@ def test_reductions_and_messages_cross_hosts_when_their_devices_do(
     per_host = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     ep = data.draw(st.sampled_from([n for n in range(1, tp * dp + 1) if tp * dp % n == 0]))
     where, parallel = a100_cluster(world // per_host, per_host), layout(tp, dp, pp, ep)
-    assert bool(reduction_crosses_hosts(where, tp, dp)) == crosses(
+    assert bool(group_crosses_hosts(where, tp, dp)) == crosses(
         data_parallel_groups(parallel), per_host
     )
-    assert bool(reduction_crosses_hosts(where, ep, expert_data_parallel_size(parallel))) == crosses(
+    assert bool(group_crosses_hosts(where, ep, expert_data_parallel_size(parallel))) == crosses(
         expert_data_parallel_groups(parallel), per_host
     )
     if pp > 1:

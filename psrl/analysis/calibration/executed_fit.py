@@ -18,6 +18,8 @@ from .least_squares import Candidate, Fit, Values, fit_coefficients
 
 # A peak that the cluster file sets too low shows as an efficiency above 1, up to this.
 _MAX_EFFICIENCY = 4.0
+# Caches may spare bytes, other processes take bandwidth: this far above the data sheet's time.
+_MAX_BYTES_FACTOR = 20.0
 _TURNS, _OVERLAP = 1.0, 8.0
 _NUM_FOLDS = 5
 
@@ -39,7 +41,14 @@ def op_candidates(ops: ExecutedOps) -> tuple[Candidate, ...]:
         Candidate("host_backward_factor", base.host_backward_factor, 0.2, 10.0),
         Candidate("tensor_parallel_factor", 1.0, 0.0, 50.0),
         Candidate("host_op_s", layer_s / 2, 0.0, layer_s, assumed=0.0),
+        _bytes_candidate(base, "accumulation_bytes_per_parameter"),
+        _bytes_candidate(base, "weight_passes"),
     )
+
+
+def _bytes_candidate(base: Coefficients, name: str) -> Candidate:
+    start = float(getattr(base, name))
+    return Candidate(name, start, 0.0, _MAX_BYTES_FACTOR * start)
 
 
 def fit_ops(ops: ExecutedOps, join_exponent: float) -> Fit:

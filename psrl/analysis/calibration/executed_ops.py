@@ -165,7 +165,7 @@ def _predict_run_s(run: ExecutedRun, coefficients: Coefficients) -> FloatArray:
         # Without the host time of an op: layers that run again are none of their own.
         again = (ops.stage == stage) & (ops.recomputes > 0)
         if again.any():
-            predicted_s[again] += costs.layers_forward_s(ops.num_tokens[again], ops.pairs[again])
+            predicted_s[again] += costs.layers_s(ops.num_tokens[again], ops.pairs[again])
     return predicted_s
 
 

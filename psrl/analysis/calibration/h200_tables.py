@@ -85,7 +85,7 @@ def _medians(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 def _layer_time(values: Mapping[str, float], width: FloatArray | float = 1.0) -> LayerTime:
     """The form with only its attention width filled in: projections and head are not asked."""
-    shape = LayerShape(1, (), width, 1, 1, 1, _DEVICE.dtype_bytes)
+    shape = LayerShape(1, (), (), width, 1, 1, 1, _DEVICE.dtype_bytes)
     return LayerTime(_BASE.model_copy(update=dict(values)), _DEVICE, shape)
 
 
@@ -152,7 +152,10 @@ def calibrate_h200(folder: Path) -> Calibration:
 
 def _pinned(values: Mapping[str, float]) -> dict[str, Identification]:
     reason = "kernel tables do not show it: data-sheet assumption"
-    names = ("host_layer_s", "head_passes", "replicated_passes", "sharded_passes", "step_s")
+    names = (
+        *("host_layer_s", "head_passes", "replicated_passes", "sharded_passes", "step_s"),
+        *("weight_passes", "accumulation_bytes_per_parameter"),
+    )
     return {
         name: Identification(status="pinned", num_rows=0, reason=reason)
         for name in names

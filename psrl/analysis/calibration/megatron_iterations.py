@@ -13,7 +13,7 @@ import pandas as pd
 
 from psrl.core.cost.calibration import Coefficients, Curve
 from psrl.core.cost.cluster import ClusterSpec
-from psrl.core.cost.collectives import ring_s
+from psrl.core.cost.collectives import ring_s, tensor_parallel_s
 from psrl.core.cost.layer_time import LayerShape, LayerTime
 from psrl.core.cost.presets import DEVICES
 from psrl.core.samples.sample import FloatArray, IntArray
@@ -48,6 +48,7 @@ _BASE = Coefficients(
     replicated_passes=10.0,
     sharded_passes=14.0,
     head_passes=2.0,
+    weight_passes=1.25,
     host_layer_s=0.5e-3,
     gradient_bytes_per_parameter=4.0,
     optimizer_bytes_per_parameter=0.0,
@@ -144,22 +145,22 @@ def _iteration_s(data: Iterations, c: Coefficients, cluster: ClusterSpec) -> Flo
     num_micro_batches = data.column("global_batch") / (micro_batch * dp)
     shape = LayerShape(
         hidden_size=hidden,
-        projections=(
-            (3 * hidden / tp, hidden),
-            (hidden, hidden / tp),
-            (4 * hidden / tp, hidden),
-            (hidden, 4 * hidden / tp),
-        ),
+        projections=((3 * hidden / tp, hidden), (hidden, hidden / tp)),
+        mlp=((4 * hidden / tp, hidden), (hidden, 4 * hidden / tp)),
         attention_width=hidden / tp,
         num_heads=heads / tp,
         vocab_size=_VOCAB_SIZE / tp,
         tensor_parallel_size=tp,
         dtype_bytes=DEVICE.dtype_bytes,
+        parameters=12 * hidden**2 / tp,
     )
     time = LayerTime(c, DEVICE, shape)
     # Megatron's fused softmax wants a multiple of four score matrices.
     unfused_s = c.host_unfused_s * ((micro_batch * heads / tp) % 4 != 0)
-    communication_s = _tensor_parallel_s(data, c, tp, num_tokens * hidden * DEVICE.dtype_bytes)
+    communication_s, nbytes = np.zeros(len(data)), num_tokens * hidden * DEVICE.dtype_bytes
+    for size in np.unique(tp[tp > 1]).astype(int).tolist():
+        rows = tp == size
+        communication_s[rows] = tensor_parallel_s(cluster, size, nbytes[rows], c, data.all_reduce)
     layer = time.layer_s(num_tokens, num_tokens * seq, communication_s, unfused_s)
     head = time.head_s(num_tokens)
     # Full recompute: one row could not fit its score matrices otherwise. This head keeps its
@@ -174,17 +175,3 @@ def _iteration_s(data: Iterations, c: Coefficients, cluster: ClusterSpec) -> Flo
     parameters = (12 * hidden**2 * layers / pp + _VOCAB_SIZE * hidden) / tp
     reduction_s = ring_s(cluster, c.gradient_bytes_per_parameter * parameters, tp, dp)
     return np.asarray(pipeline_s + reduction_s + c.step_s, np.float64)
-
-
-def _tensor_parallel_s(
-    data: Iterations, c: Coefficients, tp: FloatArray, nbytes: FloatArray
-) -> FloatArray:
-    time_s = np.zeros(len(data))
-    curves = {int(name): curve for name, curve in data.all_reduce.items()}
-    for size in np.unique(tp[tp > 1]).tolist():
-        rows = tp == size
-        nearest = min(curves, key=lambda ranks: abs(np.log(ranks / size)))
-        across = size > _HOST_DEVICES
-        factor = c.tensor_parallel_across_hosts_factor if across else c.tensor_parallel_factor
-        time_s[rows] = factor * np.asarray(curves[nearest].time_s(nbytes[rows]))
-    return time_s

@@ -38,6 +38,7 @@ CANDIDATES = (
     Candidate("host_unfused_s", 0.25e-3, 0.0, 5e-3),
     Candidate("tensor_parallel_factor", 1.0, 0.1, 6.0),
     Candidate("step_s", 5e-3, 0.0, 0.1),
+    Candidate("accumulation_bytes_per_parameter", 10.0, 0.0, 60.0),
 )
 MULTI_HOST_CANDIDATES = (
     Candidate(MULTI_HOST + "device_slowdown", 1.0, 0.5, 2.0),
@@ -49,6 +50,7 @@ _FIXED = (
     "attention_efficiency",
     "replicated_passes",
     "sharded_passes",
+    "weight_passes",
     "message_efficiency",
     "gradient_bytes_per_parameter",
     "optimizer_bytes_per_parameter",

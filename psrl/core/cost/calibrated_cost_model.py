@@ -1,6 +1,6 @@
 """The calibrated cost model: `CostModel` with measured coefficients, stated error and domain."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,28 +9,24 @@ import numpy as np
 
 from psrl.core.plan.plan import Plan
 
-from .calibration import Calibration, Coefficients, load_calibration
-from .cluster import Amount, ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
-from .collectives import expert_exchange_s, gradient_reduction_s
-from .cost_model import CostModel, RooflineCostModel
-from .layer_time import ForwardBackward, LayerShape, LayerTime
-from .parameters import optimizer_shard, rank_parameters
+from .calibration import Calibration, Coefficients, Curve, load_calibration
+from .cluster import Amount, ClusterSpec, ModelSpec, ParallelConfig, group_crosses_hosts
+from .cost_model import RooflineCostModel
+from .layer_time import Term
 
 # Measured ranges end at round numbers by chance: this much beyond them is not worth a warning.
 _MARGIN = 1.1
 
 
 @dataclass(frozen=True)
-class CalibratedCostModel:
+class CalibratedCostModel(RooflineCostModel):
     """Predicts with a calibration; see `domain_warnings` before believing it.
 
-    psRL's attention keeps no score matrices. What a calibration measured on software that does
-    is not used for attention here.
+    A calibration measured on Megatron's own GPT has score matrices in memory and products that
+    add into main gradients. psRL has neither: its attention and its accumulation are predicted
+    from the data sheet then.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    parallel: ParallelConfig
     calibration: Calibration
 
     @classmethod
@@ -49,96 +45,13 @@ class CalibratedCostModel:
         chosen = self.calibration.for_hosts(self.cluster.num_hosts)
         if self.calibration.domain.attention != "scores":
             return chosen
-        return chosen.model_copy(update={"score_passes": 0.0, "attention_backward_factor": 2.5})
-
-    @cached_property
-    def layer_time(self) -> LayerTime:
-        tp, dtype_bytes = (
-            self.parallel.tensor_model_parallel_size,
-            self.cluster.device.dtype_bytes,
-        )
-        shape = LayerShape.of_model(self.model, tp, dtype_bytes)
-        return LayerTime(self.coefficients, self.cluster.device, shape)
+        sheet = Coefficients.of_device(self.cluster.device)
+        own = ("score_passes", "attention_backward_factor", "accumulation_bytes_per_parameter")
+        return chosen.model_copy(update={name: getattr(sheet, name) for name in own})
 
     @property
-    def layers_per_stage(self) -> int:
-        return self.model.num_layers // self.parallel.pipeline_model_parallel_size
-
-    @property
-    def _last_stage(self) -> int:
-        """The slowest stage: it has as many layers as the others, and the head."""
-        return self.parallel.pipeline_model_parallel_size - 1
-
-    def all_reduce_s(self, num_ranks: int, nbytes: Amount, across_hosts: bool) -> Amount:
-        """The measured curve, or a ring at the cluster's bandwidth where none was measured."""
-        if num_ranks == 1:
-            return 0.0 * nbytes
-        measured = self.calibration.all_reduce_s(num_ranks, nbytes)
-        if measured is not None:
-            return measured
-        cluster = self.cluster
-        rate = cluster.inter_host_bytes_per_s if across_hosts else cluster.intra_host_bytes_per_s
-        latency = cluster.inter_host_latency_s if across_hosts else cluster.intra_host_latency_s
-        return 2.0 * (num_ranks - 1) / num_ranks * nbytes / rate + latency * np.sign(nbytes)
-
-    def _tensor_parallel_s(self, num_tokens: Amount) -> Amount:
-        c, size = self.coefficients, self.parallel.tensor_model_parallel_size
-        across = size > self.cluster.devices_per_host
-        factor = c.tensor_parallel_across_hosts_factor if across else c.tensor_parallel_factor
-        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
-        return factor * self.all_reduce_s(size, nbytes, across)
-
-    def _layer_s(self, num_tokens: Amount, pairs: Amount) -> ForwardBackward:
-        exchange_s = expert_exchange_s(self.model, self.cluster, self.parallel, num_tokens)
-        all_reduce_s = self._tensor_parallel_s(num_tokens)
-        return self.layer_time.layer_s(num_tokens, pairs, all_reduce_s, exchange_s=exchange_s)
-
-    def layers_forward_s(self, num_tokens: Amount, pairs: Amount) -> Amount:
-        """The layers of one stage alone, as layer recompute runs them inside a backward."""
-        layer = self._layer_s(num_tokens, pairs)
-        return self.layers_per_stage * layer.forward_s
-
-    def stage_forward_s(
-        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
-    ) -> Amount:
-        layers = self.layers_forward_s(num_tokens, pairs)
-        head = self.layer_time.head_s(head_tokens).forward_s * float(stage == self._last_stage)
-        return layers + head + self.coefficients.host_op_s * np.sign(num_tokens)
-
-    def stage_backward_s(
-        self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
-    ) -> Amount:
-        """The backward proper; recomputation of a layer or a dropped micro-batch is not in it."""
-        layer = self._layer_s(num_tokens, pairs)
-        head = self.layer_time.head_s(head_tokens).backward_s * float(stage == self._last_stage)
-        op_s = self.coefficients.host_op_s * np.sign(num_tokens)
-        return self.layers_per_stage * layer.backward_s + head + op_s
-
-    def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
-        return self.stage_forward_s(self._last_stage, num_tokens, pairs, head_tokens)
-
-    def backward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
-        return self.stage_backward_s(self._last_stage, num_tokens, pairs, head_tokens)
-
-    def message_s(self, num_tokens: Amount) -> Amount:
-        link = pipeline_link(self.cluster, self.parallel)
-        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
-        rate = link.bytes_per_s * self.coefficients.message_efficiency
-        return nbytes / rate + link.latency_s * np.sign(num_tokens)
-
-    @cached_property
-    def rank_parameters(self) -> float:
-        """Parameters on one device of the largest (last) stage."""
-        return rank_parameters(self.model, self.parallel).total
-
-    def gradient_reduction_s(self) -> float:
-        per_parameter = self.coefficients.gradient_bytes_per_parameter
-        return gradient_reduction_s(self.model, self.cluster, self.parallel, per_parameter)
-
-    def optimizer_step_s(self) -> float:
-        c, device = self.coefficients, self.cluster.device
-        moved = c.optimizer_bytes_per_parameter * optimizer_shard(self.model, self.parallel)
-        return float(moved / device.memory_bandwidth_bytes_per_s + c.step_s)
+    def _curves(self) -> Mapping[str, Curve]:
+        return self.calibration.all_reduce
 
     def domain_warnings(
         self, num_tokens: Amount | None = None, pairs: Amount | None = None
@@ -167,6 +80,12 @@ class CalibratedCostModel:
                 "attention: measured with score matrices in memory; psRL's attention is "
                 f"predicted at {self.coefficients.attention_efficiency:.2f} of peak, unmeasured"
             )
+            yield "accumulation: measured inside the products, predicted from the data sheet"
+        elif not self.coefficients.accumulation_bytes_per_parameter:
+            yield (
+                "accumulation: the calibration says that main gradients cost nothing, or is from "
+                "before psRL asked; make it again with `psrl calibrate`"
+            )
         if self.model.num_moe_experts:
             yield "mixture of experts: only dense models were measured"
         assumed = self._assumed()
@@ -192,8 +111,8 @@ class CalibratedCostModel:
             "tensor_parallel_factor": parallel.tensor_model_parallel_size == 1,
             "host_tensor_parallel_s": parallel.tensor_model_parallel_size == 1,
             "gradient_bytes_per_parameter": parallel.data_parallel_size == 1,
-            "tensor_parallel_across_hosts_factor": (
-                parallel.tensor_model_parallel_size <= self.cluster.devices_per_host
+            "tensor_parallel_across_hosts_factor": not group_crosses_hosts(
+                self.cluster, 1, parallel.tensor_model_parallel_size
             ),
         }
         pinned = [
@@ -239,11 +158,16 @@ def choose_cost_model(
     cluster: ClusterSpec,
     parallel: ParallelConfig,
     calibration: Calibration | None,
-) -> CostModel:
-    """The calibrated cost model, or the roofline where nothing was measured."""
+    without: frozenset[Term] = frozenset(),
+) -> RooflineCostModel:
+    """The calibrated cost model, or the roofline where nothing was measured.
+
+    Args:
+        without: terms that cost nothing.
+    """
     if calibration is None:
-        return RooflineCostModel(model, cluster, parallel)
-    return CalibratedCostModel(model, cluster, parallel, calibration)
+        return RooflineCostModel(model, cluster, parallel, without=without)
+    return CalibratedCostModel(model, cluster, parallel, calibration, without=without)
 
 
 def prediction_warnings(plan: Plan) -> tuple[str, ...]:

@@ -19,10 +19,19 @@ AttentionKind = Literal["tree", "flash", "scores"]
 matrices that pass through memory."""
 
 
+# Two norms, two residual adds, rotary embedding and SwiGLU, per layer and direction: each a read
+# and a write of [tokens, hidden].
+_ELEMENTWISE = 14
+# Logits written, read for the loss and for their gradient, in float32.
+_LOGIT_PASSES = 4
+
+
 class Coefficients(Spec):
     """What measurements decide; `psrl.core.cost.layer_time` has the formulas.
 
-    The defaults are what no calibration so far could tell apart from other coefficients.
+    The defaults are what no calibration so far could tell apart from other coefficients; those of
+    `weight_passes` and `accumulation_bytes_per_parameter` let a calibration from before they were
+    known predict what it predicted.
     """
 
     gemm_efficiency: float = Field(gt=0, description="share of peak FLOP/s in large products")
@@ -48,6 +57,12 @@ class Coefficients(Spec):
     )
     head_passes: float = Field(default=0.0, ge=0, description="passes over fp32 logits, forward")
     device_slowdown: float = Field(default=1.0, gt=0, description="all device time is multiplied")
+    weight_passes: float = Field(
+        default=0.0, ge=0, description="reads of a product's weights; its time is at least theirs"
+    )
+    accumulation_bytes_per_parameter: float = Field(
+        default=0.0, ge=0, description="moved to add a weight gradient to its main gradient"
+    )
     host_layer_s: float = Field(ge=0, description="host time of one layer's forward")
     host_tensor_parallel_s: float = Field(default=0.0, ge=0, description="added if TP > 1")
     host_unfused_s: float = Field(default=0.0, ge=0, description="added by an unfused softmax")
@@ -67,13 +82,32 @@ class Coefficients(Spec):
 
     @classmethod
     def of_device(cls, device: DeviceSpec) -> "Coefficients":
-        """Before any measurement: the assumptions of the device's data sheet."""
+        """Before any measurement: the data sheet, and the share of it that kernels reach.
+
+        Bytes count at the data sheet's bandwidth, so what is moved is divided by the share.
+        """
+        share, narrow, wide = (
+            device.bandwidth_efficiency,
+            device.dtype_bytes,
+            max(4, device.dtype_bytes),
+        )
         return cls(
             gemm_efficiency=device.gemm_efficiency,
             attention_efficiency=device.attention_efficiency,
+            replicated_passes=2 * _ELEMENTWISE / share,
+            sharded_passes=0.0,
+            head_passes=_LOGIT_PASSES / share,
+            weight_passes=1.0 / share,
+            # Autograd's hook reads the weight gradient, then reads and writes the main gradient.
+            accumulation_bytes_per_parameter=(narrow + 2 * wide) / share,
             host_layer_s=device.host_layer_s,
-            step_s=device.host_layer_s,
             join_exponent=device.join_exponent,
+            message_efficiency=1.0,
+            # A main gradient is summed, and an updated weight gathered.
+            gradient_bytes_per_parameter=wide + narrow,
+            # AdamW reads and writes main weight, momentum and variance.
+            optimizer_bytes_per_parameter=2 * 3 * wide / share,
+            step_s=device.host_layer_s,
         )
 
 
@@ -185,13 +219,6 @@ class Calibration(Spec):
         if num_hosts == 1 or not self.multi_host:
             return self.coefficients
         return Coefficients.model_validate(self.coefficients.model_dump() | self.multi_host)
-
-    def all_reduce_s(self, num_ranks: int, nbytes: Amount) -> Amount | None:
-        """Time of an all-reduce by the curve nearest in the number of ranks; None without one."""
-        if not self.all_reduce:
-            return None
-        nearest = min(self.all_reduce, key=lambda name: abs(np.log(int(name) / num_ranks)))
-        return self.all_reduce[nearest].time_s(nbytes)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""

@@ -153,6 +153,11 @@ class ParallelConfig(Spec):
         )
 
     @property
+    def sequence_shards(self) -> int:
+        """Tensor-parallel ranks among which sequence parallelism divides the rows of a layer."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    @property
     def coupled_ranks(self) -> int:
         """Neighbouring data-parallel ranks that share experts and so run one op pattern."""
         return max(1, self.expert_model_parallel_size // self.tensor_model_parallel_size)
@@ -187,19 +192,20 @@ def pipeline_link(cluster: ClusterSpec, parallel: ParallelConfig) -> LinkSpec:
     return LinkSpec(cluster.intra_host_bytes_per_s, cluster.intra_host_latency_s)
 
 
-def reduction_crosses_hosts(
+def group_crosses_hosts(
     cluster: ClusterSpec, stride: npt.ArrayLike, size: npt.ArrayLike
 ) -> npt.NDArray[np.bool_]:
-    """Whether devices of different hosts reduce gradients together.
+    """Whether some group of devices that communicate has members on different hosts.
 
-    In the order of `first_device` a stage is `stride * size` neighbours, and each group every
-    `stride`-th of them. Hosts of whole stages divide no group. Otherwise, in a layout that fills
-    the cluster, the first host ends inside a stage; wherever a stage is cut, one of its groups
-    has its first member before the cut and its last behind it.
+    In the order of `first_device` a stage is divided into runs of `stride * size` neighbours, and
+    each group has every `stride`-th of a run. Hosts of whole runs divide no group. Otherwise, in a
+    layout that fills the cluster, the first host ends inside a run; wherever a run is cut, one of
+    its groups has its first member before the cut and its last behind it.
 
     Args:
-        stride: tensor-parallel size for the groups that reduce dense weights (data-parallel),
-            expert-parallel size for those that reduce experts (expert-data-parallel).
+        stride: 1 for tensor-parallel groups, tensor-parallel size for the groups that reduce dense
+            weights (data-parallel), expert-parallel size for those that reduce experts
+            (expert-data-parallel).
         size: devices of a group.
     """
     is_divided = np.mod(cluster.devices_per_host, np.multiply(stride, size)) != 0

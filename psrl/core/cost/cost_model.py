@@ -1,37 +1,39 @@
-"""Predicted time of micro-batches: a roofline over FLOPs, bytes and launches.
+"""Predicted time of micro-batches, by one form: data-sheet coefficients here, measured ones in
+`calibrated_cost_model`.
 
 Form and constants follow the measured study of Megatron iterations that psRL's design cites:
 time of a layer is the slower of host and device (joined by an 8-norm), or their sum where the host
 itself computes; device time is projections + attention by visible pairs + memory-bound passes +
-collectives of tensor and expert parallelism.
+collectives of tensor and expert parallelism + main gradients.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from .cluster import Amount, ClusterSpec, ModelSpec, ParallelConfig, pipeline_link
-from .collectives import expert_exchange_s, gradient_reduction_s
-from .memory_model import GRADIENT_BYTES_PER_PARAMETER, OPTIMIZER_BYTES_PER_PARAMETER
-from .parameters import optimizer_shard, rank_parameters
-
-# Memory-bound passes over [tokens, hidden] per layer and direction: two norms, two residual
-# adds, rotary embedding and SwiGLU, each a read and a write of the working precision.
-_ELEMENTWISE_PASSES = 14
-# FlashAttention's backward does five matrix products where its forward does two.
-_ATTENTION_BACKWARD_FACTOR = 2.5
+from .calibration import Coefficients, Curve
+from .cluster import Amount, ClusterSpec, ModelSpec, ParallelConfig
+from .collectives import (
+    expert_exchange_line,
+    gradient_reduction_s,
+    message_s,
+    tensor_parallel_s,
+)
+from .layer_time import LayerShape, LayerTime, Parts, Term
+from .parameters import embedding_parameters, optimizer_shard, rank_parameters
 
 
 class CostModel(Protocol):
     """What planner and simulator need to know about time; all arguments may be arrays."""
 
     def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
-        """Time of one micro-batch's forward on the slowest pipeline stage."""
+        """Time of one micro-batch's forward on the last pipeline stage."""
 
     def backward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
-        """Time of one micro-batch's backward on the slowest pipeline stage."""
+        """Time of one micro-batch's backward on the last pipeline stage."""
 
     def stage_forward_s(
         self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
@@ -55,100 +57,132 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class RooflineCostModel:
-    """Data-sheet peaks times efficiencies; no measurement behind it, so no stated error."""
+    """Data-sheet peaks times efficiencies; no measurement behind it, so no stated error.
+
+    Attributes:
+        without: terms that cost nothing, to see what they decide.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     parallel: ParallelConfig
+    without: frozenset[Term] = field(default=frozenset(), kw_only=True)
+
+    @cached_property
+    def coefficients(self) -> Coefficients:
+        return Coefficients.of_device(self.cluster.device)
+
+    @cached_property
+    def layer_time(self) -> LayerTime:
+        device = self.cluster.device
+        shape = LayerShape.of_model(self.model, self.parallel, device.dtype_bytes)
+        return LayerTime(self.coefficients, device, shape, self.without)
 
     @cached_property
     def layers_per_stage(self) -> int:
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size
 
-    @cached_property
-    def linear_s_per_token(self) -> float:
-        """Projections and MLP of one layer's forward, on one tensor-parallel rank."""
-        device = self.cluster.device
-        flops = 2 * self.model.active_layer_parameters / self.parallel.tensor_model_parallel_size
-        return flops / (device.peak_flops_per_s * device.gemm_efficiency)
+    @property
+    def _last_stage(self) -> int:
+        """As many layers as the others, and the head: the slowest one where rows are predicted."""
+        return self.parallel.pipeline_model_parallel_size - 1
 
-    @cached_property
-    def attention_s_per_pair(self) -> float:
-        """Scores and weighted values of one visible (query, key) pair in one layer."""
-        device = self.cluster.device
-        flops = 4 * self.model.attention_width / self.parallel.tensor_model_parallel_size
-        return flops / (device.peak_flops_per_s * device.attention_efficiency)
-
-    @cached_property
-    def elementwise_s_per_token(self) -> float:
-        device = self.cluster.device
-        moved = 2 * _ELEMENTWISE_PASSES * self.model.hidden_size * device.dtype_bytes
-        return moved / (device.memory_bandwidth_bytes_per_s * device.bandwidth_efficiency)
-
-    @cached_property
-    def head_s_per_token(self) -> float:
-        """Logits of one predicted position (forward), on one tensor-parallel rank."""
-        device = self.cluster.device
-        width = self.model.vocab_size / self.parallel.tensor_model_parallel_size
-        matmul = 2 * self.model.hidden_size * width / device.peak_flops_per_s
-        passes = 4 * width * 4 / device.memory_bandwidth_bytes_per_s
-        return matmul / device.gemm_efficiency + passes / device.bandwidth_efficiency
-
-    def _tensor_parallel_s(self, num_tokens: Amount) -> Amount:
-        """Two ring all-reduces of [tokens, hidden] per layer and direction, inside a host."""
-        size = self.parallel.tensor_model_parallel_size
-        if size == 1:
-            return 0.0 * num_tokens
-        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
-        ring = 2 * (size - 1) / size * nbytes / self.cluster.intra_host_bytes_per_s
-        return 2 * (ring + self.cluster.intra_host_latency_s * np.sign(num_tokens))
+    @property
+    def _curves(self) -> Mapping[str, Curve]:
+        """Measured all-reduces by number of ranks."""
+        return {}
 
     @cached_property
     def _exchange_line(self) -> tuple[float, float]:
-        """Seconds per token and per micro-batch of `expert_exchange_s`, which is a line."""
-        one, two = (
-            float(expert_exchange_s(self.model, self.cluster, self.parallel, n)) for n in (1.0, 2.0)
-        )
-        return two - one, 2.0 * one - two
+        return expert_exchange_line(self.model, self.cluster, self.parallel)
 
-    def _exchange_s(self, num_tokens: Amount) -> Amount:
-        per_token_s, latency_s = self._exchange_line
-        return num_tokens * per_token_s + latency_s * np.sign(num_tokens)
-
-    def _layer_s(
-        self, num_tokens: Amount, pairs: Amount, linear: float, attention: float
-    ) -> Amount:
-        device_s = (
-            linear * num_tokens * (self.linear_s_per_token + self.elementwise_s_per_token)
-            + attention * pairs * self.attention_s_per_pair
-            + linear * self._tensor_parallel_s(num_tokens)
+    def _layer(self, num_tokens: Amount, pairs: Amount, is_backward: bool) -> tuple[Parts, Amount]:
+        """What the device does for one layer, and the host's time for it."""
+        row_bytes = self.model.hidden_size * self.cluster.device.dtype_bytes
+        all_reduce_s = tensor_parallel_s(
+            self.cluster,
+            self.parallel.tensor_model_parallel_size,
+            num_tokens * row_bytes,
+            self.coefficients,
+            self._curves,
         )
+        exchange_s: Amount = 0.0
         if self.parallel.expert_model_parallel_size > 1:
-            device_s = device_s + self._exchange_s(num_tokens)
-        host_s = linear * self.cluster.device.host_layer_s * np.sign(num_tokens)
-        q = self.cluster.device.join_exponent
-        joined: Amount = (device_s**q + host_s**q) ** (1 / q)
-        return joined
+            per_token_s, latency_s = self._exchange_line
+            exchange_s = num_tokens * per_token_s + latency_s * np.sign(num_tokens)
+        time = self.layer_time
+        parts = time.device_parts(num_tokens, pairs, is_backward, all_reduce_s, exchange_s)
+        return parts, time.host_s(num_tokens, is_backward)
 
-    def _head_s(self, stage: int, head_tokens: Amount) -> Amount:
-        is_last = stage == self.parallel.pipeline_model_parallel_size - 1
-        return head_tokens * self.head_s_per_token * float(is_last)
+    def layers_s(self, num_tokens: Amount, pairs: Amount, is_backward: bool = False) -> Amount:
+        """The layers of one stage alone; forward, as layer recompute runs them in a backward."""
+        return self.layers_per_stage * self.layer_time.join(
+            *self._layer(num_tokens, pairs, is_backward)
+        )
+
+    def _beside_layers(
+        self, stage: int, num_tokens: Amount, head_tokens: Amount, is_backward: bool
+    ) -> Parts:
+        """Head, gradient of the embedding, and the host's time for an op."""
+        parts: Parts = {}
+        if stage == self._last_stage:
+            parts = self.layer_time.head_parts(head_tokens, is_backward)
+        # A single stage with tied embeddings adds one gradient of both uses.
+        is_counted = self.model.tied_embeddings and self._last_stage == 0
+        if is_backward and stage == 0:
+            own = embedding_parameters(self.model, self.parallel)
+            gradient_s = self.layer_time.accumulation_s(own) * np.sign(num_tokens)
+            known_s = parts.get("accumulation", 0.0)
+            both = np.maximum(known_s, gradient_s) if is_counted else known_s + gradient_s
+            parts["accumulation"] = both
+        if self.coefficients.host_op_s and "host" not in self.without:
+            parts["host"] = self.coefficients.host_op_s * np.sign(num_tokens)
+        return parts
+
+    def _op_s(
+        self,
+        stage: int,
+        num_tokens: Amount,
+        pairs: Amount,
+        head_tokens: Amount,
+        is_backward: bool,
+    ) -> Amount:
+        beside = self._beside_layers(stage, num_tokens, head_tokens, is_backward)
+        time: Amount = self.layers_s(num_tokens, pairs, is_backward) + sum(beside.values())
+        return time
+
+    def op_parts(
+        self,
+        stage: int,
+        num_tokens: Amount,
+        pairs: Amount,
+        head_tokens: Amount,
+        is_backward: bool,
+    ) -> Parts:
+        """Seconds by term, which add up to `stage_forward_s` or `stage_backward_s`.
+
+        The host counts with what it adds to the device's time; so does the reading of weights,
+        with what it adds to the time of the products.
+        """
+        parts, host_s = self._layer(num_tokens, pairs, is_backward)
+        joined_s = self.layer_time.join(parts, host_s)
+        layer: Parts = {**parts, "host": joined_s - sum(parts.values())}
+        beside = self._beside_layers(stage, num_tokens, head_tokens, is_backward)
+        return {
+            term: self.layers_per_stage * layer.get(term, 0.0) + beside.get(term, 0.0)
+            for term in dict.fromkeys([*layer, *beside])
+        }
 
     def stage_forward_s(
         self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
     ) -> Amount:
-        layers = self.layers_per_stage * self._layer_s(num_tokens, pairs, 1.0, 1.0)
-        return layers + self._head_s(stage, head_tokens)
+        return self._op_s(stage, num_tokens, pairs, head_tokens, False)
 
     def stage_backward_s(
         self, stage: int, num_tokens: Amount, pairs: Amount, head_tokens: Amount
     ) -> Amount:
         """The backward proper; recomputation of a layer or a dropped micro-batch is not in it."""
-        layers = self.layers_per_stage * self._layer_s(
-            num_tokens, pairs, 2.0, _ATTENTION_BACKWARD_FACTOR
-        )
-        # The head is computed in chunks that are recomputed: forward again, then two products.
-        return layers + 3.0 * self._head_s(stage, head_tokens)
+        return self._op_s(stage, num_tokens, pairs, head_tokens, True)
 
     def forward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
         return self.stage_forward_s(self._last_stage, num_tokens, pairs, head_tokens)
@@ -156,15 +190,11 @@ class RooflineCostModel:
     def backward_s(self, num_tokens: Amount, pairs: Amount, head_tokens: Amount) -> Amount:
         return self.stage_backward_s(self._last_stage, num_tokens, pairs, head_tokens)
 
-    @property
-    def _last_stage(self) -> int:
-        """The slowest stage: it has as many layers as the others, and the head."""
-        return self.parallel.pipeline_model_parallel_size - 1
-
     def message_s(self, num_tokens: Amount) -> Amount:
-        link = pipeline_link(self.cluster, self.parallel)
-        nbytes = num_tokens * self.model.hidden_size * self.cluster.device.dtype_bytes
-        return nbytes / link.bytes_per_s + link.latency_s * np.sign(num_tokens)
+        if "message" in self.without:
+            return 0.0 * num_tokens
+        efficiency = self.coefficients.message_efficiency
+        return message_s(self.model, self.cluster, self.parallel, num_tokens, efficiency)
 
     @cached_property
     def rank_parameters(self) -> float:
@@ -172,12 +202,15 @@ class RooflineCostModel:
         return rank_parameters(self.model, self.parallel).total
 
     def gradient_reduction_s(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of the updated weights."""
-        per_parameter = GRADIENT_BYTES_PER_PARAMETER + self.cluster.device.dtype_bytes
+        """Reduce-scatter of main gradients and all-gather of the updated weights."""
+        if "gradient_reduction" in self.without:
+            return 0.0
+        per_parameter = self.coefficients.gradient_bytes_per_parameter
         return gradient_reduction_s(self.model, self.cluster, self.parallel, per_parameter)
 
     def optimizer_step_s(self) -> float:
-        device = self.cluster.device
-        moved = 2 * OPTIMIZER_BYTES_PER_PARAMETER * optimizer_shard(self.model, self.parallel)
-        rate = device.memory_bandwidth_bytes_per_s * device.bandwidth_efficiency
-        return float(moved / rate + device.host_layer_s)
+        if "optimizer_step" in self.without:
+            return 0.0
+        c, rate = self.coefficients, self.cluster.device.memory_bandwidth_bytes_per_s
+        moved = c.optimizer_bytes_per_parameter * optimizer_shard(self.model, self.parallel)
+        return float(moved / rate + c.step_s)

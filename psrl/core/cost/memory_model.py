@@ -55,8 +55,7 @@ class MemoryModel:
     @cached_property
     def _replicated(self) -> float:
         """Share of [tokens, hidden] tensors between layers that one tensor-parallel rank keeps."""
-        parallel = self.parallel
-        return 1.0 / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        return 1.0 / self.parallel.sequence_shards
 
     @cached_property
     def _wide_bytes(self) -> int:

@@ -6,7 +6,7 @@ from .cluster import ModelSpec, ParallelConfig
 
 
 class RankParameters(NamedTuple):
-    """Parameters on one device of the largest (last) pipeline stage.
+    """Parameters on one device.
 
     Attributes:
         dense: attention, norms, routers or MLPs, and embeddings; of all data-parallel ranks.
@@ -21,14 +21,26 @@ class RankParameters(NamedTuple):
         return self.dense + self.expert
 
 
-def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> RankParameters:
-    """Dense weights are divided by tensor parallelism, experts by expert parallelism alone."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+def layer_parameters(model: ModelSpec, parallel: ParallelConfig) -> RankParameters:
+    """Of one layer. Tensor parallelism divides dense weights, expert parallelism experts alone."""
     experts = model.num_moe_experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
-    layers = model.num_layers / pp * (model.attention_parameters + model.mlp_parameters - experts)
-    heads = model.embedding_parameters * (2 if pp == 1 and not model.tied_embeddings else 1)
-    own = model.num_layers / pp * experts / parallel.expert_model_parallel_size
-    return RankParameters((layers + heads) / tp, own)
+    dense = model.attention_parameters + model.mlp_parameters - experts
+    return RankParameters(
+        dense / parallel.tensor_model_parallel_size, experts / parallel.expert_model_parallel_size
+    )
+
+
+def embedding_parameters(model: ModelSpec, parallel: ParallelConfig) -> float:
+    """Of the embedding, and likewise of the head."""
+    return model.embedding_parameters / parallel.tensor_model_parallel_size
+
+
+def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> RankParameters:
+    """Of all layers of the last stage, and its head; embeddings too where there is one stage."""
+    layer, pp = layer_parameters(model, parallel), parallel.pipeline_model_parallel_size
+    copies = 2 if pp == 1 and not model.tied_embeddings else 1
+    layers, ends = model.num_layers / pp, copies * embedding_parameters(model, parallel)
+    return RankParameters(layers * layer.dense + ends, layers * layer.expert)
 
 
 def expert_data_parallel_size(parallel: ParallelConfig) -> int:
