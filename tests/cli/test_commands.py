@@ -84,7 +84,7 @@ def test_plan_and_simulate_twice_give_the_same_bytes(
         assert path.read_bytes() == other.read_bytes(), path.name
 
 
-def test_compare_puts_psrl_ahead_in_time_and_memory(tmp_path: Path, capsys: Capture) -> None:
+def test_compare_puts_psrl_ahead_in_time(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
     result = run_json(capsys, "compare", "--trace", TRACE, "--cluster", GPUS, "--run-dir", run)
     rows = result["policies"]
@@ -94,7 +94,6 @@ def test_compare_puts_psrl_ahead_in_time_and_memory(tmp_path: Path, capsys: Capt
     psrl = by_policy["psrl"]
     for rival in ("verl", "sglang_ps"):
         assert psrl["makespan_s"] < by_policy[rival]["makespan_s"]
-        assert psrl["peak_memory_bytes"] < by_policy[rival]["peak_memory_bytes"]
     assert psrl["gap"] < 0.10
     for name in ("comparison.csv", "report.html", "manifest.json", "sharing.json", "setup.json"):
         assert (run / name).stat().st_size > 0

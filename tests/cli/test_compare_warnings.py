@@ -22,7 +22,10 @@ def calibration(path: Path, device: str, ranges: dict[str, tuple[float, float]])
     Calibration(
         sources=("by hand",),
         coefficients=Coefficients(
-            gemm_efficiency=0.7, attention_efficiency=0.5, host_layer_s=0.5e-3
+            gemm_efficiency=0.7,
+            attention_efficiency=0.5,
+            host_layer_s=0.5e-3,
+            accumulation_bytes_per_parameter=10.0,
         ),
         domain=Domain(device=device, dtype_bytes=2, attention="tree", ranges=ranges),
     ).save(path)

@@ -55,10 +55,10 @@ def test_held_micro_batches_keep_less_only_where_memory_demands_it() -> None:
     plan = make_plan(problem_of(batch, roomy, ("update",)), "sharing_agnostic")
     assert set(plan.programs[0].micro_batches.activation) == {"keep"}
     peak = plan.predicted["peak_memory_bytes"]
-    tight = make_setup(1, max_tokens=1024, memory_bytes=int(0.97 * peak / 0.9))
+    tight = make_setup(1, max_tokens=1024, memory_bytes=int(0.9 * peak / 0.9))
     lighter = make_plan(problem_of(batch, tight, ("update",)), "sharing_agnostic")
     assert {"recompute", "drop"} & set(lighter.programs[0].micro_batches.activation)
-    assert lighter.predicted["peak_memory_bytes"] <= 0.97 * peak
+    assert lighter.predicted["peak_memory_bytes"] <= 0.9 * peak
     assert lighter.predicted["makespan_s"] > plan.predicted["makespan_s"]
 
 
