@@ -6,10 +6,14 @@ are spawned, because a CUDA context does not survive a fork.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,6 +38,8 @@ _GRACE_S = 60.0
 _BLAME_S = 1.0
 # How long a rank that has sent its result may take to leave the group.
 _LEAVE_S = 10.0
+# Of Linux' prctl.
+_PR_SET_PDEATHSIG = 1
 
 
 def in_torchrun() -> bool:
@@ -73,7 +79,16 @@ def run_ranks(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child,
-                args=(sender, rank, world_size, rendezvous, timeout_s, function, arguments),
+                args=(
+                    sender,
+                    os.getpid(),
+                    rank,
+                    world_size,
+                    rendezvous,
+                    timeout_s,
+                    function,
+                    arguments,
+                ),
                 daemon=True,
             )
             process.start()
@@ -104,6 +119,7 @@ def _run_joined(
             f"torchrun started {found} processes, the plan needs {world_size}",
             f"use torchrun with {world_size} processes in all",
         )
+    die_with_parent(os.getppid())
     if not dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         _join_group(local_rank, timeout_s, init_method="env://")
@@ -119,6 +135,28 @@ def _run_joined(
     return result
 
 
+def die_with_parent(parent: int) -> None:
+    """Let this process be killed when its parent ends, however that ends.
+
+    A rank whose launcher is gone would hold its device and go on writing.
+
+    Args:
+        parent: process id of the parent, which may have ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 class _Success(NamedTuple):
     result: Any
 
@@ -131,6 +169,7 @@ class _Failure(NamedTuple):
 
 def _child(
     sender: Connection,
+    launcher: int,
     rank: int,
     world_size: int,
     rendezvous: str,
@@ -140,6 +179,10 @@ def _child(
 ) -> None:
     group = {"init_method": rendezvous, "rank": rank, "world_size": world_size}
     message: _Success | _Failure
+    die_with_parent(launcher)
+    # The launcher hears signals, says so and ends the ranks; it may have forked its handlers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _join_group(rank, timeout_s + _GRACE_S, **group)
         message = _Success(function(*arguments))

@@ -80,6 +80,7 @@ class NewDirectory:
             stem = _stem(self.final_path)
             self._lock = _Lock(stem, str(self.final_path))
             _remove_partials(stem)
+            remove_leftovers(self.final_path.parent)
             self.path.mkdir()
         except BaseException:
             self.discard()
@@ -237,10 +238,16 @@ def _beside(place: Path) -> Path:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed writers left in a directory; what is being written stays."""
+    """Remove what killed writers left in a directory; what is being written stays.
+
+    So does what another host wrote, whose locks a network file system may not show.
+    """
     if not parent.is_dir():
         return
     for stem in {left.name.rpartition("-")[0] for left in parent.glob(f"{_PREFIX}*{_PARTIAL}")}:
+        with suppress(OSError):
+            if f" on {socket.gethostname()} " not in (parent / f"{stem}.lock").read_text():
+                continue
         try:
             lock = _Lock(parent / stem, str(parent))
         except ConfigError:
