@@ -20,12 +20,7 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
     phases = {phase for program in plan.programs for phase in program.phases}
     options.check(plan.model, phases)
     working_dtype(plan, options)
-    if plan.trace_hash != trace.content_hash:
-        raise PlanError(
-            f"the plan was made for trace {plan.trace_hash[:12]}, {trace.path} is "
-            f"{trace.content_hash[:12]}",
-            "execute the plan with its own trace, or plan again",
-        )
+    plan.check_trace(trace)
     unknown = sorted(phases - set(PHASES))
     if unknown:
         raise PlanError(f"the plan has unknown phases {unknown}", f"known: {list(PHASES)}")

@@ -18,7 +18,7 @@ from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
 from .output import OutputOptions
-from .plan_commands import describe_metrics, plan_batch
+from .plan_commands import describe_metrics
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def execute_run(
     """Execute a plan into a run directory; returns its metrics."""
     from psrl.backend.io.output import execute_to_directory
 
-    check_plan(plan, plan_batch(plan, trace))
+    check_plan(plan, plan.batch_of(trace))
     details = {
         "trace_hash": plan.trace_hash,
         "plan": str(plan_path),

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psrl.core.cost.calibrated_cost_model import prediction_warnings
-from psrl.core.errors import ExitCode, InfeasibleError, PlanError
+from psrl.core.errors import ExitCode, InfeasibleError
 from psrl.core.files import IfExists, check_new_directory
 from psrl.core.plan.plan import Plan
 from psrl.core.run.config import load_setup
-from psrl.core.samples.sample import SampleBatch
-from psrl.core.samples.trace import Trace, open_trace
+from psrl.core.samples.trace import open_trace
 
 from .output import OutputOptions
 
@@ -137,21 +136,6 @@ class PlanCommand:
             update={"search_iterations": problem.setup.planning.search_iterations}
         )
         return replace(problem, setup=best.model_copy(update={"planning": planning}))
-
-
-def plan_batch(plan: Plan, trace: Trace) -> SampleBatch:
-    """The iteration that a plan was made for.
-
-    Raises:
-        PlanError: if the plan belongs to another trace.
-    """
-    if plan.trace_hash != trace.content_hash:
-        raise PlanError(
-            f"the plan was made for trace {plan.trace_hash[:12]}, {trace.path} is "
-            f"{trace.content_hash[:12]}",
-            "plan again for this trace, or pass the trace of the plan",
-        )
-    return trace.iteration(plan.iteration)
 
 
 def describe_plan(plan: Plan, path: Path) -> str:

@@ -17,7 +17,7 @@ from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import open_trace
 
 from .output import OutputOptions
-from .plan_commands import describe_metrics, format_warnings, plan_batch
+from .plan_commands import describe_metrics, format_warnings
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Simulate:
 
         plan = Plan.load(self.plan)
         other = None if self.calibration is None else load_calibration(self.calibration)
-        batch = plan_batch(plan, open_trace(self.trace))
+        batch = plan.batch_of(open_trace(self.trace))
         options = SimOptions(
             engine=self.engine,
             slow_ranks=parse_slow_ranks(self.slow),

@@ -22,6 +22,7 @@ from .check_claims import check_predicted, check_times
 from .check_ops import check_lifetimes, check_memory, check_op_patterns, check_schedule
 from .check_reads import ProgramByRank, block_reads
 from .check_tables import (
+    check_activations,
     check_block_table,
     check_coverage,
     check_head_tokens,
@@ -69,15 +70,16 @@ def check_plan(
         ranked = ProgramByRank.of(index, program, tree, plan.num_ranks)
         check_coverage(ranked)
         check_order(ranked)
-        check_block_table(ranked)
+        check_activations(ranked, plan.parallel.recompute)
         check_sizes(ranked)
+        check_head_tokens(ranked, rows, samples)
         check_times(ranked, plan)
+        check_block_table(ranked)
         reads = block_reads(ranked)
         ops_by_stage = check_schedule(ranked, plan.parallel.pipeline_model_parallel_size)
         check_op_patterns(index, program, plan.parallel)
         for stage, ops in enumerate(ops_by_stage):
             check_lifetimes(ranked, reads, ops, stage)
-        check_head_tokens(ranked, rows, samples)
         built.append(tree)
         peak_bytes = max(peak_bytes, check_memory(ranked, memory, memory_fraction))
     check_predicted(plan, batch, built, peak_bytes)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from psrl.core.cost.cluster import RecomputeMode
 from psrl.core.errors import PlanError
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.loss_rows import LossRows
@@ -94,15 +95,23 @@ def check_order(ranked: ProgramByRank) -> None:
             f"{int(ranked.num_micro_batches[segments.rank[row]])}"
         ),
     )
-    known = ACTIVATIONS if ranked.program.is_update else ACTIVATIONS[:2]
+
+
+def check_activations(ranked: ProgramByRank, recompute: RecomputeMode) -> None:
+    """Rule 3: what micro-batches keep for their backward; only an update drops it."""
+    table, allowed = ranked.micro_batches, list(ACTIVATIONS)
+    if not ranked.program.is_update:
+        allowed.remove("drop")
+    if recompute == "full":
+        allowed.remove("keep")
     _refuse(
         ranked,
         3,
         table.rank,
-        ~np.isin(table.activation, known),
+        ~np.isin(table.activation, allowed),
         lambda row: (
             f"micro-batch {int(table.micro_batch[row])} has activation "
-            f"{str(table.activation[row])!r}, not one of {', '.join(known)}"
+            f"{str(table.activation[row])!r}, not one of {', '.join(allowed)}"
         ),
     )
 

@@ -22,6 +22,7 @@ from psrl.core.errors import PlanError
 from psrl.core.files import IfExists, new_directory
 from psrl.core.run.config import PlanningConfig, problem_lines
 from psrl.core.samples.sample import SampleBatch
+from psrl.core.samples.trace import Trace
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .schedule import Op
@@ -176,6 +177,24 @@ class Plan:
     def phase_programs(self, phase: str) -> list[Program]:
         """Programs that a phase runs, in order."""
         return [p for p in self.programs if phase in p.phases]
+
+    def check_trace(self, trace: Trace) -> None:
+        """Refuse another trace than that of the plan.
+
+        Raises:
+            PlanError: with both hashes.
+        """
+        if self.trace_hash != trace.content_hash:
+            raise PlanError(
+                f"the plan was made for trace {self.trace_hash[:12]}, {trace.path} is "
+                f"{trace.content_hash[:12]}",
+                "plan again for this trace, or pass the trace of the plan",
+            )
+
+    def batch_of(self, trace: Trace) -> SampleBatch:
+        """The iteration that the plan was made for; see `check_trace`."""
+        self.check_trace(trace)
+        return trace.iteration(self.iteration)
 
     def save(
         self, directory: Path, if_exists: IfExists = "error", inputs: Iterable[Path] = ()
