@@ -17,8 +17,8 @@ from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import open_trace
 from psrl.planner import POLICIES, PlanningProblem, make_plan
 from psrl.planner.micro_batching.all_ranks import token_cuts
-from psrl.planner.micro_batching.assemble import BuiltProgram, join_ranks
 from psrl.planner.micro_batching.best_cuts import cut_group
+from psrl.planner.micro_batching.built import BuiltProgram, join_groups
 from psrl.planner.micro_batching.cut_rules import CutRule
 from psrl.planner.micro_batching.rank_tree import tree_of_rank
 from psrl.planner.micro_batching.token_cuts import SNAP
@@ -146,14 +146,14 @@ def cuts(what: str, batch: SampleBatch) -> list[Measurement]:
 def cut_evenly(placement: Placement, snap: float) -> BuiltProgram:
     """Every rank in the same number of micro-batches, as far as the token budget allows."""
     budget = placement.problem.setup.planning.max_tokens_per_micro_batch
-    ranks = []
+    groups = []
     for rank in range(NUM_PIPELINES):
         rank_tree = tree_of_rank(placement, rank)
         fewest = -(-rank_tree.total_tokens // budget)
         wanted = max(1, min(NUM_MICRO_BATCHES, rank_tree.total_tokens // MIN_TOKENS))
         rule = CutRule(max(1.0, wanted / max(fewest, 1)), 1, 1.0, snap)
-        ranks += cut_group([rank_tree], rule).ranks
-    return join_ranks(placement, ranks)
+        groups.append(cut_group([rank_tree], rule))
+    return join_groups(placement, groups)
 
 
 def unevenness(built: BuiltProgram) -> float:

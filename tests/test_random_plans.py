@@ -7,7 +7,7 @@ import pytest
 
 from psrl.core.plan.block_cache import BlockCache
 from psrl.core.plan.packing import pack_rank
-from psrl.core.plan.schedule import pipeline_timing, stage_ops
+from psrl.core.plan.schedule import can_finish, stage_ops
 from tests.random_plans import RandomProgram, random_batch, random_program
 
 
@@ -104,8 +104,7 @@ def test_schedules_do_not_deadlock(num_stages: int) -> None:
                 done = [op.micro_batch for op in ops if op.kind == kind]
                 assert sorted(done) == list(range(count))
             stages = [stage_ops(ops, num_stages, s) for s in range(num_stages)]
-            timing = pipeline_timing(stages, lambda *_: 1.0, lambda _: 0.0, send_window=1)
-            assert timing is not None
+            assert can_finish(stages)
 
 
 def test_batches_have_duplicates_samples_inside_others_and_one_token_nodes() -> None:

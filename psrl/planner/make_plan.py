@@ -8,7 +8,7 @@ from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.clock import predicted_times
 from psrl.core.plan.plan import PHASES, Plan, PlanOptions
 from psrl.planner.bounds.forced_copies import Bound
-from psrl.planner.micro_batching.assemble import BuiltProgram
+from psrl.planner.micro_batching.built import BuiltProgram
 from psrl.planner.policies.find_policy import find_policy
 from psrl.planner.policies.policies import Policy
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from psrl.core.plan.schedule import (
     Op,
+    can_finish,
     eager_backward_order,
     fill_counts,
     forward_needs,
     interleave,
-    pipeline_timing,
     stage_ops,
 )
 
@@ -149,75 +149,28 @@ def test_forward_only_is_the_same_on_every_stage() -> None:
     assert [stage_ops(ops, 3, stage) for stage in range(3)] == [ops] * 3
 
 
-def timing(last: list[Op], num_stages: int, message_s: float = 0.0, window: int | None = None):
-    lists = [stage_ops(last, num_stages, stage) for stage in range(num_stages)]
-    duration = {"forward": 1.0, "recompute": 1.0, "backward": 2.0}
-    return pipeline_timing(lists, lambda _, op: duration[op.kind], lambda _: message_s, window)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 8, 20])
-def test_equal_micro_batches_take_the_closed_form(num_micro_batches: int, num_stages: int) -> None:
-    found = timing(plain_ops(num_micro_batches), num_stages)
-    assert found is not None
-    assert found.makespan_s == (num_micro_batches + num_stages - 1) * (1.0 + 2.0)
-
-
-def test_two_stages_with_messages_by_hand() -> None:
-    found = timing(plain_ops(2), 2, message_s=0.5)
-    assert found is not None
-    assert found.start_s == [[0.0, 1.0, 5.0, 8.0], [1.5, 2.5, 4.5, 5.5]]
-    assert found.end_s == [[1.0, 2.0, 7.0, 10.0], [2.5, 4.5, 5.5, 7.5]]
-
-
-def test_recompute_takes_time_but_exchanges_nothing() -> None:
-    found = timing(interleave([0], [0], [1], frozenset({0})), 2)
-    assert found is not None
-    assert found.end_s == [[1.0, 2.0, 7.0], [2.0, 3.0, 5.0]]
-
-
-def test_forward_only_pipeline_by_hand() -> None:
-    found = timing([forward(0), forward(1), forward(2)], 3, message_s=0.25)
-    assert found is not None
-    assert found.makespan_s == 3.0 + 2 * 1.25
-
-
-def test_a_send_waits_for_the_receive_of_the_one_before() -> None:
-    """Stage 1 posts receives at 0, 11, 21 and 31 s; stage 0 would send at 1, 2, 3 and 4 s."""
-    lists = [[forward(m) for m in range(4)]] * 2
-    for window, expected in ((None, [1, 2, 3, 4]), (1, [1, 2, 3, 12]), (0, [1, 2, 12, 22])):
-        found = pipeline_timing(lists, lambda s, _: 10.0 if s else 1.0, lambda _: 0.0, window)
-        assert found is not None
-        assert found.end_s[0] == expected
-
-
-def test_a_first_send_waits_only_without_a_window() -> None:
-    """Stage 0 is busy for 10 s before it receives the first gradient."""
-    lists = [[Op("recompute", 9), backward(0), backward(1)], [backward(0), backward(1)]]
-    for window, expected in ((None, [1, 2]), (1, [1, 2]), (0, [1, 11])):
-        found = pipeline_timing(lists, lambda s, _: 1.0 if s else 10.0, lambda _: 0.0, window)
-        assert found is not None
-        assert found.end_s[1] == expected
+def finishes(last: list[Op], num_stages: int, window: int) -> bool:
+    return can_finish([stage_ops(last, num_stages, stage) for stage in range(num_stages)], window)
 
 
 def test_stage_that_runs_too_few_forwards_hangs() -> None:
     """Stage 0 holds a forward back until the backward that needs it has returned."""
     first = [forward(0), backward(0), forward(1), backward(1)]
     last = [forward(0), forward(1), backward(0), backward(1)]
-    assert pipeline_timing([first, last], lambda *_: 1.0, lambda _: 0.0) is None
+    assert not can_finish([first, last], send_window=len(first))
 
 
 def test_blocking_sends_hang_where_a_window_of_one_does_not() -> None:
     """Stage 0 sends the activation of 2 while stage 1 sends the gradient of 1."""
     last = [forward(0), forward(1), backward(1), forward(2), backward(2), backward(0)]
-    assert timing(last, 2, window=0) is None
-    assert timing(last, 2, window=1) is not None
+    assert not finishes(last, 2, window=0)
+    assert finishes(last, 2, window=1)
 
 
 def test_some_random_plans_hang_with_blocking_sends() -> None:
     rng = np.random.default_rng(0)
     hung = sum(
-        timing(random_last_stage(rng, int(rng.integers(2, 7))), 2, window=0) is None
+        not finishes(random_last_stage(rng, int(rng.integers(2, 7))), 2, window=0)
         for _ in range(200)
     )
     assert 0 < hung < 200
@@ -228,7 +181,4 @@ def test_no_random_plan_hangs_with_a_window_of_one(num_stages: int) -> None:
     rng = np.random.default_rng(num_stages)
     for _ in range(300):
         last = random_last_stage(rng, int(rng.integers(1, 11)))
-        strict, loose = timing(last, num_stages, window=1), timing(last, num_stages)
-        assert strict is not None
-        assert loose is not None
-        assert strict.makespan_s >= loose.makespan_s
+        assert finishes(last, num_stages, window=1)

@@ -5,7 +5,8 @@ import pytest
 
 from psrl.core.plan.schedule import Op
 from psrl.core.samples.sample import SampleBatch, make_batch
-from psrl.planner.micro_batching.assemble import BuiltRank, build_rank
+from psrl.planner.micro_batching.assemble import build_rank
+from psrl.planner.micro_batching.built import BuiltRank
 from psrl.planner.placement.placement import Placement, RankSegments
 from psrl.planner.problem import PlanningProblem
 from tests.planner.cases import make_setup, update_of

@@ -11,10 +11,11 @@ from psrl.core.plan.plan import Plan
 from psrl.core.samples.sample import SampleBatch
 from psrl.planner import POLICIES, PlanningProblem, make_plan
 from psrl.planner.micro_batching.all_ranks import token_cuts
-from psrl.planner.micro_batching.assemble import build_rank, join_ranks
+from psrl.planner.micro_batching.assemble import build_rank
 from psrl.planner.micro_batching.best_cuts import cut_group
+from psrl.planner.micro_batching.built import join_groups, timed_ops
 from psrl.planner.micro_batching.cut_rules import CutRule, all_rules, cut_in_step, cut_rank
-from psrl.planner.micro_batching.expert_groups import run_in_step, slowest_durations
+from psrl.planner.micro_batching.expert_groups import run_in_step
 from psrl.planner.micro_batching.rank_tree import tree_of_rank
 from psrl.planner.micro_batching.token_cuts import cut_exactly, segments_of
 from psrl.planner.placement.placement import Placement
@@ -146,7 +147,7 @@ def padded_plan(plan: Plan, placement: Placement) -> Plan:
     rule = CutRule(2.0, 4, 1.0)
     rank_trees = [tree_of_rank(placement, rank) for rank in range(plan.num_ranks)]
     alone = [build_rank(placement, v.rank, segments_of(v, cut_rank(v, rule))) for v in rank_trees]
-    built = join_ranks(placement, list(run_in_step(alone, 0).ranks))
+    built = join_groups(placement, [run_in_step(alone, 0)])
     return replace(plan, programs=(built.program,))
 
 
@@ -157,13 +158,10 @@ def simulated_s(plan: Plan, batch: SampleBatch) -> float:
 
 def step_waste(plan: Plan, problem: PlanningProblem) -> float:
     """Time in which ranks of a group wait for a slower member, over the most loaded one's work."""
-    tables = [plan.programs[0].on_rank(rank).micro_batches for rank in range(plan.num_ranks)]
-    cost, num_stages = problem.cost_model, problem.num_stages
-    together = slowest_durations(cost, num_stages, tables)[-1]
-    alone = [slowest_durations(cost, num_stages, [table])[-1] for table in tables]
-    kinds = ("forward", "backward")
-    in_step = sum(sum(together[kind]) for kind in kinds)
-    return in_step / max(sum(sum(a[kind]) for kind in kinds) for a in alone) - 1.0
+    programs = [plan.programs[0].on_rank(rank) for rank in range(plan.num_ranks)]
+    alone_s = timed_ops(problem.cost_model, programs, problem.num_stages).duration_s[-1]
+    steps_s = alone_s.reshape(len(programs), -1)
+    return float(steps_s.max(axis=0).sum() / steps_s.sum(axis=1).max()) - 1.0
 
 
 def test_steps_of_a_group_cost_nearly_the_same() -> None:

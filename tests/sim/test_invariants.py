@@ -13,7 +13,6 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import PlanError
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
 from psrl.core.plan.plan import Plan, Program
-from psrl.core.plan.schedule import Op, pipeline_timing, stage_ops
 from psrl.core.run.events import Events
 from psrl.core.samples.sample import SampleBatch
 from psrl.sim import simulate
@@ -208,41 +207,6 @@ def test_an_op_waits_for_its_neighbours_message(case: tuple[int, int, int]) -> N
                 assert start >= upstream[key][1] + COSTS.message_op_s - 1e-9
             elif key[0] == "backward":
                 assert upstream[key][0] >= end + COSTS.message_op_s - 1e-9
-
-
-@few
-@given(cases)
-def test_times_equal_the_independent_recursion(case: tuple[int, int, int]) -> None:
-    plan, batch = random_plan(*case)
-    events = simulate(plan, batch, COSTS)
-    num_stages = plan.parallel.pipeline_model_parallel_size
-    for index in (0, 1):  # the first program of each run starts at time 0
-        program = plan.programs[index]
-        for rank in range(plan.num_ranks):
-            mine = program.on_rank(rank)
-            lists = [stage_ops(mine.ops(), num_stages, s) for s in range(num_stages)]
-            timing = pipeline_timing(
-                lists, lambda stage, op, mine=mine: op_s(mine, stage, op), COSTS.message_s
-            )
-            assert timing is not None
-            for stage in range(num_stages):
-                mask = (events.program == index) & (events.rank == rank) & (events.stage == stage)
-                mask &= (events.phase == program.phases[0]) & (events.micro_batch >= 0)
-                rows = events.where(mask)
-                assert list(zip(rows.op, rows.micro_batch, strict=True)) == lists[stage]
-                assert rows.start_s.tolist() == pytest.approx(timing.start_s[stage], rel=1e-12)
-                assert rows.end_s.tolist() == pytest.approx(timing.end_s[stage], rel=1e-12)
-
-
-def op_s(mine: Program, stage: int, op: Op) -> float:
-    table, m = mine.micro_batches, op.micro_batch
-    tokens, head_tokens = int(table.num_tokens[m]), int(table.head_tokens[m])
-    if op.kind != "backward":
-        # A dropped micro-batch needs its head only when it runs again.
-        skips_head = op.kind == "forward" and table.activation[m] == "drop"
-        return float(COSTS.stage_forward_s(stage, tokens, 0, 0 if skips_head else head_tokens))
-    again = COSTS.stage_forward_s(stage, tokens, 0, 0) if table.activation[m] == "recompute" else 0
-    return float(COSTS.stage_backward_s(stage, tokens, 0, head_tokens) + again)
 
 
 @few

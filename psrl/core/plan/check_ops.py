@@ -15,7 +15,7 @@ from .bytes_over_ops import MemoryState, block_table, stage_bytes
 from .check_reads import ProgramByRank, Reads
 from .op_table import OP_NAMES, op_table, stage_order
 from .plan import Program
-from .schedule import Op, pipeline_timing, stage_ops
+from .schedule import Op, can_finish, stage_ops
 
 
 class RankOps(NamedTuple):
@@ -42,11 +42,7 @@ def check_schedule(ranked: ProgramByRank, num_stages: int) -> list[list[RankOps]
         dropped = {m for m in range(count) if is_update and drops[first + m]}
         _check_ops(ops, count, is_update, dropped, ranked.where(rank))
         lists = [stage_ops(ops, num_stages, stage) for stage in range(num_stages - 1)] + [ops]
-        deadlocks = (
-            num_stages > 1
-            and pipeline_timing(lists, lambda *_: 1.0, lambda _: 0.0, send_window=1) is None
-        )
-        if deadlocks:
+        if num_stages > 1 and not can_finish(lists):
             raise PlanError(
                 f"rule 7: {ranked.where(rank)}: the op lists of {num_stages} stages deadlock"
             )

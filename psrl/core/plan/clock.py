@@ -19,7 +19,7 @@ A worker is a stage of a data-parallel rank and runs its ops in order.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -88,12 +88,14 @@ class ProgramTimes:
     """When the ops of a program ran.
 
     Attributes:
-        start_s, end_s: [P, n] in each stage's order.
+        taken_s, start_s, end_s: [P, n] in each stage's order: when the op has its message, begins
+            and ends; only ranks that share experts begin later than they could.
         reduced_s: start and end of the gradient reduction, end of the optimizer step; None if
             none followed.
         stuck: (position of the rank, stage) of workers that wait forever.
     """
 
+    taken_s: FloatArray
     start_s: FloatArray
     end_s: FloatArray
     reduced_s: tuple[float, float, float] | None = None
@@ -188,7 +190,7 @@ def phase_times(
                 meet_s = float(last_end_s.max())
                 reduced_s = meet_s + reduction.exposed_s(last_start_s, last_end_s)
                 stepped_s = reduced_s + reduction.step_s
-                times = ProgramTimes(times.start_s, times.end_s, (meet_s, reduced_s, stepped_s))
+                times = replace(times, reduced_s=(meet_s, reduced_s, stepped_s))
                 begin_s = np.full_like(begin_s, stepped_s)
             else:
                 begin_s = np.maximum(last_end_s, arrived_s)
@@ -241,10 +243,10 @@ def _run_alone(
         times_s = np.add.accumulate(np.append(begin_s[0, rank], duration_s[0, first:end]))
         start_s[0, first:end], end_s[0, first:end] = times_s[:-1], times_s[1:]
     on_ops(program.num_ops, float(end_s.max(initial=0.0)))
-    return ProgramTimes(start_s, end_s)
+    return ProgramTimes(start_s, start_s, end_s)
 
 
-class _Waits(NamedTuple):
+class Waits(NamedTuple):
     """What each of N ops waits for: places of ops, or N + w for the begin of worker w.
 
     Attributes:
@@ -264,7 +266,8 @@ class _Waits(NamedTuple):
     sent_message_s: FloatArray
 
 
-def _waits(program: ProgramOps) -> _Waits:
+def waits_of(program: ProgramOps) -> Waits:
+    """What the ops of a program wait for, beside the other ranks of their group."""
     (num_stages, num_ops), num_ranks = program.kind.shape, len(program.first_op) - 1
     kind, row, total = program.kind.ravel(), program.row.ravel(), program.kind.size
     stage = np.repeat(np.arange(num_stages), num_ops)
@@ -299,7 +302,7 @@ def _waits(program: ProgramOps) -> _Waits:
     for op, awaited, receiver in windows:
         sent[op], sent_posted[op] = awaited, posted[receiver]
         sent_message_s[op] = program.message_s[row[awaited]]
-    return _Waits(before, source, posted, message_s, sent, sent_posted, sent_message_s)
+    return Waits(before, source, posted, message_s, sent, sent_posted, sent_message_s)
 
 
 def _run(
@@ -313,10 +316,11 @@ def _run(
 
     Returns: times, and [P, K] when the last message of each worker has arrived.
     """
-    num_stages, num_ops = program.kind.shape
-    num_ranks, total = begin_s.shape[1], program.kind.size
-    waits, duration_s = _waits(program), duration_s.ravel()
-    # [2, ops and workers]: when each has ended, and when it has taken its message; else NaN.
+    (num_stages, num_ops), total = program.kind.shape, program.kind.size
+    waits, duration_s = waits_of(program), duration_s.ravel()
+    # When each op, and behind them each worker's begin, has ended and has taken its message; NaN
+    # as long as that is not known. [5, N] an op takes its message at the largest of these times,
+    # each so much later.
     nodes = total + begin_s.size
     known_s = np.full(2 * nodes, np.nan)
     ended_s, taken_s = known_s[:nodes], known_s[nodes:]
@@ -325,47 +329,51 @@ def _run(
     needs = np.stack(
         [waits.before, waits.source, waits.posted + nodes, waits.sent, waits.sent_posted + nodes]
     )
+    message_s, sent_message_s = waits.message_s, waits.sent_message_s
+    later_s = np.stack([np.zeros(total), message_s, message_s, sent_message_s, sent_message_s])
     first = np.arange(num_stages)[:, None] * num_ops
     begin_at, end_at = ((first + f).ravel() for f in (program.first_op[:-1], program.first_op[1:]))
-    at = begin_at.copy()
-    active = np.flatnonzero(at < end_at)
+    busy = begin_at < end_at
+    op, end_op = begin_at[busy], end_at[busy]
     rounds = ran = 0
-    now_s = 0.0
-    while len(active):
-        op = at[active]
-        before, source, posted, sent, sent_posted = known_s[needs[:, op]]
-        came_s = np.maximum(source, posted) + waits.message_s[op]
-        arrived_s = np.maximum(sent, sent_posted) + waits.sent_message_s[op]
-        take_s = np.maximum(np.maximum(before, came_s), arrived_s)
-        ready = take_s == take_s
+    while len(op):
+        wait_s = known_s.take(needs.take(op, axis=1))
+        wait_s += later_s.take(op, axis=1)
+        begins_s = np.maximum.reduce(wait_s)
+        taken_s[op] = begins_s
         if coupled_ranks > 1:
-            ready = ready.reshape(-1, coupled_ranks).all(axis=1).repeat(coupled_ranks)
-        going, op, take_s = active[ready], op[ready], take_s[ready]
-        if not len(going):
+            begins_s = begins_s.reshape(-1, coupled_ranks).max(axis=1).repeat(coupled_ranks)
+            start_s[op] = begins_s
+        ended_s[op] = ends_s = begins_s + duration_s.take(op)
+        ready = begins_s == begins_s
+        num_ready = np.count_nonzero(ready)
+        if not num_ready:
             break
-        taken_s[op] = take_s
-        if coupled_ranks > 1:
-            take_s = take_s.reshape(-1, coupled_ranks).max(axis=1).repeat(coupled_ranks)
-            start_s[op] = take_s
-        ended_s[op] = take_s + duration_s[op]
-        at[going] += 1
-        active = active[at[active] < end_at[active]]
-        rounds, ran = rounds + 1, ran + len(going)
+        rounds, ran = rounds + 1, ran + num_ready
         if rounds % _ROUNDS_PER_REPORT == 0:
-            now_s = max(now_s, float(ended_s[op].max()))
-            on_ops(ran, now_s)
+            on_ops(ran, float(np.fmax.reduce(ends_s)))
             ran = 0
-    end_s = ended_s[:total]
-    on_ops(ran, float(np.fmax.reduce(end_s, initial=0.0)))
-    stuck = tuple((int(w % num_ranks), int(w // num_ranks)) for w in active.tolist())
+        op += ready
+        finished = op == end_op
+        if np.count_nonzero(finished):
+            op, end_op = op[~finished], end_op[~finished]
+    on_ops(ran, float(np.fmax.reduce(ended_s[:total], initial=0.0)))
+    stages, places = np.divmod(op, max(num_ops, 1))
+    ranks = np.searchsorted(program.first_op, places, side="right") - 1
+    stuck = tuple((int(ranks[i]), int(stages[i])) for i in range(len(op)))
     arrived_s = begin_s.ravel().copy()
     if not (stuck or program.is_update):
-        came_s = np.maximum(ended_s[waits.source], taken_s[waits.posted]) + waits.message_s
+        came_s = np.maximum(ended_s[waits.source], taken_s[waits.posted]) + message_s
         workers = np.arange(begin_s.size)
         worker = np.append(np.repeat(workers, end_at - begin_at), workers)
         np.maximum.at(arrived_s, worker[waits.source], came_s)
-    shape = program.kind.shape
-    times = ProgramTimes(start_s[:total].reshape(shape), end_s.reshape(shape), None, stuck)
+    shape = num_stages, num_ops
+    times = ProgramTimes(
+        taken_s[:total].reshape(shape),
+        start_s[:total].reshape(shape),
+        ended_s[:total].reshape(shape),
+        stuck=stuck,
+    )
     return times, arrived_s.reshape(begin_s.shape)
 
 

@@ -6,7 +6,6 @@ is the special case without cached prefixes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OpKind = Literal["forward", "backward", "recompute"]
@@ -119,130 +118,46 @@ def stage_ops(last_stage: Sequence[Op], num_stages: int, stage: int) -> list[Op]
     return interleave(forward_order, backward_order, counts, dropped)
 
 
-@dataclass(frozen=True)
-class PipelineTiming:
-    """Start and end of every op of every stage, and the time at which the last one ends."""
+def can_finish(ops_by_stage: Sequence[Sequence[Op]], send_window: int = 1) -> bool:
+    """Whether all stages get to the end of their op lists, however long ops and messages take.
 
-    start_s: list[list[float]]
-    end_s: list[list[float]]
-
-    @property
-    def makespan_s(self) -> float:
-        return max((ends[-1] for ends in self.end_s if ends), default=0.0)
-
-
-def pipeline_timing(
-    ops_by_stage: Sequence[Sequence[Op]],
-    duration_s: Callable[[int, Op], float],
-    message_s: Callable[[int], float],
-    send_window: int | None = None,
-) -> PipelineTiming | None:
-    """Times of a pipeline's ops, or None if the op lists deadlock.
-
-    Args:
-        duration_s: time of an op on a stage.
-        message_s: time of a micro-batch's message between neighbouring stages.
-        send_window: a send waits until the message `send_window` sends earlier in the same
-            direction has met its receive; 0 is a blocking rendezvous, None never waits.
+    Here a receive is posted only when its op comes up, and a sender waits until the message
+    `send_window` sends earlier in that direction has met its receive; 0 is a blocking send. A
+    window of 1 is harder than `psrl.core.plan.clock`, which posts receives one ahead and lets
+    more messages wait: whatever waits there for a message waits here for it or for a later op, so
+    op lists that finish here finish there, and in `psrl.backend.train.pipe` too.
     """
-    stages = [
-        _StageClock.of(ops, stage, len(ops_by_stage), duration_s)
-        for stage, ops in enumerate(ops_by_stage)
-    ]
-    window = len(max(ops_by_stage, key=len, default=())) if send_window is None else send_window
-    progress = True
-    while progress:
-        progress = False
-        for stage in stages:
-            while stage.at < len(stage.steps) and stage.advance(stages, message_s, window):
-                progress = True
-            progress |= stage.told
-            stage.told = False
-    if any(stage.at < len(stage.steps) for stage in stages):
-        return None
-    return PipelineTiming([s.start_s for s in stages], [s.end_s for s in stages])
+    num_stages = len(ops_by_stage)
+    at, has_run = [0] * num_stages, [False] * num_stages
+    sent: set[tuple[int, Op]] = set()
+    posted: set[tuple[int, Op]] = set()
+    sends: dict[tuple[int, OpKind], list[Op]] = {}
 
-
-class _Step(NamedTuple):
-    """An op with the stages that it hears from and tells; None if it does neither."""
-
-    direction: int
-    micro_batch: int
-    duration_s: float
-    source: int | None
-    target: int | None
-
-
-@dataclass
-class _StageClock:
-    """A stage on its way through its ops.
-
-    Attributes:
-        at, has_run: the op that is under way, and whether it only waits for its send.
-        now_s: time of the stage.
-        told: other stages may go on, since a message or a receive is new.
-        sent, posted, sends: per direction, when a micro-batch's message arrives, when its receive
-            was posted, and the micro-batches in the order of their sends.
-    """
-
-    steps: list[_Step]
-    at: int = 0
-    has_run: bool = False
-    now_s: float = 0.0
-    told: bool = False
-    start_s: list[float] = field(default_factory=list)
-    end_s: list[float] = field(default_factory=list)
-    sent: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
-    posted: tuple[dict[int, float], dict[int, float]] = field(default_factory=lambda: ({}, {}))
-    sends: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-
-    @classmethod
-    def of(
-        cls,
-        ops: Sequence[Op],
-        stage: int,
-        num_stages: int,
-        duration_s: Callable[[int, Op], float],
-    ) -> "_StageClock":
-        before = stage - 1 if stage > 0 else None
-        after = stage + 1 if stage + 1 < num_stages else None
-        steps = []
-        for op in ops:
-            source, target = (after, before) if op.kind == "backward" else (before, after)
-            if op.kind == "recompute":
-                source = target = None
-            direction = int(op.kind == "backward")
-            steps.append(_Step(direction, op.micro_batch, duration_s(stage, op), source, target))
-        return cls(steps)
-
-    def advance(
-        self, stages: "list[_StageClock]", message_s: Callable[[int], float], window: int
-    ) -> bool:
-        """Finish the op under way; False if it must wait for another stage."""
-        direction, micro_batch, duration_s, source, target = self.steps[self.at]
-        if not self.has_run:
-            if source is not None:
-                if micro_batch not in self.posted[direction]:
-                    self.posted[direction][micro_batch] = self.now_s
-                    self.told = True
-                arrival_s = stages[source].sent[direction].get(micro_batch)
-                if arrival_s is None:
+    def advance(stage: int) -> bool:
+        """Finish the op that is under way; False if it must wait for another stage."""
+        op = ops_by_stage[stage][at[stage]]
+        step = {"forward": 1, "backward": -1, "recompute": 0}[op.kind]
+        source, target = stage - step, stage + step
+        if not has_run[stage]:
+            if step and 0 <= source < num_stages:
+                posted.add((stage, op))
+                if (source, op) not in sent:
                     return False
-                self.now_s = max(self.now_s, arrival_s)
-            self.start_s.append(self.now_s)
-            self.now_s += duration_s
-            self.end_s.append(self.now_s)
-            if target is not None:
-                self.sends[direction].append(micro_batch)
-                self.sent[direction][micro_batch] = self.now_s + message_s(micro_batch)
-                self.told = True
-            self.has_run = True
-        if target is not None and len(self.sends[direction]) > window:
-            oldest = self.sends[direction][-1 - window]
-            posted_s = stages[target].posted[direction].get(oldest)
-            if posted_s is None:
-                return False
-            self.now_s = max(self.now_s, posted_s)
-        self.has_run = False
-        self.at += 1
+            has_run[stage] = True
+            sent.add((stage, op))
+            sends.setdefault((stage, op.kind), []).append(op)
+        mine = sends[stage, op.kind]
+        is_full = step and 0 <= target < num_stages and len(mine) > send_window
+        if is_full and (target, mine[-1 - send_window]) not in posted:
+            return False
+        has_run[stage] = False
+        at[stage] += 1
         return True
+
+    while True:
+        before = sum(at), len(sent), len(posted)
+        for stage, ops in enumerate(ops_by_stage):
+            while at[stage] < len(ops) and advance(stage):
+                pass
+        if (sum(at), len(sent), len(posted)) == before:
+            return all(at[stage] == len(ops) for stage, ops in enumerate(ops_by_stage))

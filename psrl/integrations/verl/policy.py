@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 
 from psrl.core.samples.sample import IntArray
-from psrl.planner.micro_batching.assemble import BuiltProgram, BuiltRank, join_ranks
 from psrl.planner.micro_batching.best_cuts import MEMORY_WEIGHT, best_group_program
+from psrl.planner.micro_batching.built import BuiltProgram, GroupProgram, join_groups
 from psrl.planner.micro_batching.cut_rules import CutRule
 from psrl.planner.micro_batching.rank_tree import tree_of_rank
 from psrl.planner.placement.nested_samples import move_nested_samples
@@ -53,9 +53,9 @@ def _few_cuts(placement: Placement) -> BuiltProgram:
     # Forward-only, nothing is held: a plain even cut is best.
     units = _NUM_UNITS if placement.subproblem.is_update else _NUM_UNITS[:1]
     rules = [CutRule(factor, unit, 1.0) for factor, unit in product(_COUNT_FACTORS, units)]
-    ranks: list[BuiltRank] = []
+    groups: list[GroupProgram] = []
     for rank in range(placement.problem.num_ranks):
         choice = best_group_program([tree_of_rank(placement, rank)], rules, MEMORY_WEIGHT)
-        ranks += choice.program.ranks
-    built = join_ranks(placement, ranks)
+        groups.append(choice.program)
+    built = join_groups(placement, groups)
     return built if built.fits else with_our_cuts(placement.subproblem, placement.rank).build()

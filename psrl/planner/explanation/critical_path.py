@@ -1,23 +1,25 @@
-"""Which ops decide a rank's time: the longest path through its graph of dependences.
+"""Which ops and messages decide the time of ranks in step: back from the op that ends last.
 
-Nodes are (stage, op). An op waits for the op before it on its stage, and for the message of its
-micro-batch from the neighbouring stage.
+Each step asks which of the waits of `psrl.core.plan.clock` was the last to end: the op before it
+on its worker, the op that sent its message, or a message that kept the link or the send window
+busy.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-import networkx as nx
+import numpy as np
 
-from psrl.core.plan.schedule import Op
+from psrl.core.plan.clock import ProgramOps, ProgramTimes, waits_of
+from psrl.core.plan.op_table import OP_NAMES
 
 
 class StageOp(NamedTuple):
-    """An op on a pipeline stage."""
+    """An op on a pipeline stage of a rank, by its position among the ranks."""
 
+    rank: int
     stage: int
-    op: Op
+    op: str
+    row: int
 
 
 class CriticalPath(NamedTuple):
@@ -32,44 +34,43 @@ class CriticalPath(NamedTuple):
         return sum(self.op_s.values()) + self.message_s
 
 
-def op_graph(
-    ops_by_stage: Sequence[Sequence[Op]],
-    duration_s: Callable[[int, Op], float],
-    message_s: Callable[[int], float],
-) -> "nx.DiGraph[StageOp]":
-    """Dependences of ops; an edge carries `after_s`, from the start of one to that of the other."""
-    graph: nx.DiGraph[StageOp] = nx.DiGraph()
-    for stage, ops in enumerate(ops_by_stage):
-        nodes = [StageOp(stage, op) for op in ops]
-        graph.add_nodes_from(nodes)
-        for node, after in pairwise(nodes):
-            graph.add_edge(node, after, after_s=duration_s(stage, node.op), message_s=0.0)
-    for node in list(graph):
-        step = {"forward": 1, "backward": -1, "recompute": 0}[node.op.kind]
-        receiver = StageOp(node.stage + step, node.op)
-        if step and receiver in graph:
-            message = message_s(node.op.micro_batch)
-            after_s = duration_s(node.stage, node.op) + message
-            graph.add_edge(node, receiver, after_s=after_s, message_s=message)
-    return graph
-
-
-def critical_path(
-    ops_by_stage: Sequence[Sequence[Op]],
-    duration_s: Callable[[int, Op], float],
-    message_s: Callable[[int], float],
-) -> CriticalPath:
-    """The longest path, with unlimited sends in flight."""
-    graph = op_graph(ops_by_stage, duration_s, message_s)
-    if not graph:
-        return CriticalPath((), {}, 0.0)
-    sink = StageOp(-1, Op("forward", -1))
-    last = [node for node in graph if not graph.out_degree(node)]
-    for node in last:
-        graph.add_edge(node, sink, after_s=duration_s(node.stage, node.op), message_s=0.0)
-    path = nx.dag_longest_path(graph, weight="after_s")[:-1]
+def critical_path(program: ProgramOps, times: ProgramTimes) -> CriticalPath:
+    """The path of one program that begins at 0 and whose ranks all run in step."""
+    waits, total = waits_of(program), program.num_ops
+    num_stages, num_ops = program.kind.shape
+    num_ranks = len(program.first_op) - 1
+    each = num_ops // num_ranks
+    kind, row = program.kind.ravel(), program.row.ravel()
+    begin_s = np.zeros(num_stages * num_ranks)
+    ended_s, taken_s = (np.append(t, begin_s) for t in (times.end_s, times.taken_s))
+    messages = (
+        (waits.source, waits.posted, waits.message_s),
+        (waits.sent, waits.sent_posted, waits.sent_message_s),
+    )
+    steps: list[StageOp] = []
     op_s: dict[str, float] = {}
-    for stage, op in path:
-        op_s[op.kind] = op_s.get(op.kind, 0.0) + duration_s(stage, op)
-    messages = sum(graph[a][b]["message_s"] for a, b in pairwise(path))
-    return CriticalPath(tuple(path), op_s, messages)
+    message_s = 0.0
+    at, ran = int(ended_s[:total].argmax()) if total else 0, True
+    while at < total:
+        if ran:
+            stage, place = divmod(at, num_ops)
+            name = str(OP_NAMES[kind[at]])
+            steps.append(StageOp(place // each, stage, name, int(row[at])))
+            op_s[name] = op_s.get(name, 0.0) + float(ended_s[at] - times.start_s[stage, place])
+            # Of ranks in step the last one to take its message decides.
+            together = stage * num_ops + place % each + each * np.arange(num_ranks)
+            at = int(together[taken_s[together].argmax()])
+        since_s, now_s = ended_s[waits.before[at]], taken_s[at]
+        if since_s == now_s:
+            at, ran = int(waits.before[at]), True
+            continue
+        for source, posted, lasts_s in messages:
+            sent_s, free_s = ended_s[source[at]], taken_s[posted[at]]
+            if max(sent_s, free_s) + lasts_s[at] == now_s:
+                message_s += float(lasts_s[at])
+                ran = bool(sent_s >= free_s)
+                at = int((source if ran else posted)[at])
+                break
+        else:
+            raise AssertionError(f"nothing explains why op {at} began at {now_s}")
+    return CriticalPath(tuple(reversed(steps)), op_s, message_s)

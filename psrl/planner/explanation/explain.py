@@ -10,7 +10,6 @@ from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.plan import Plan, Program
-from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.planner.micro_batching.activations import (
@@ -19,7 +18,7 @@ from psrl.planner.micro_batching.activations import (
     least_repeated,
     lowest_peak,
 )
-from psrl.planner.micro_batching.expert_groups import slowest_durations, slowest_messages
+from psrl.planner.micro_batching.built import op_times, timed_ops
 
 from .critical_path import CriticalPath, critical_path
 
@@ -120,10 +119,10 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
     size, ranks, groups = plan.parallel.coupled_ranks, [], []
     for first in range(0, plan.num_ranks, size):
         together = [program.on_rank(first + i) for i in range(min(size, plan.num_ranks - first))]
-        group = _Group(together, *_timing(cost, plan, together))
+        group = _timed(cost, plan, together)
         groups.append(group)
         for rank, mine in enumerate(together, first):
-            time_s = group.path.time_s
+            time_s = group.time_s
             ranks.append(
                 RankReport(
                     rank=rank,
@@ -137,7 +136,7 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
                 )
             )
     sources = plan.options.bound
-    slowest = max(groups, key=lambda group: group.path.time_s)
+    slowest = max(groups, key=lambda group: group.time_s)
     return ProgramReport(
         phases=program.phases,
         mini_batch=program.mini_batch,
@@ -151,9 +150,10 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
 
 
 class _Group(NamedTuple):
-    """Ranks in step, their critical path, and the work of their last stage."""
+    """Ranks in step, their time and critical path, and the work of their last stage."""
 
     programs: list[Program]
+    time_s: float
     path: CriticalPath
     busy_s: float
     step_wait_s: float
@@ -192,20 +192,11 @@ def _tokens_by_rank(program: Program, tree: PrefixTree, num_ranks: int) -> Float
     return tokens
 
 
-def _timing(
-    cost: CostModel, plan: Plan, together: list[Program]
-) -> tuple[CriticalPath, float, float]:
-    """The longest path through the ops of ranks in step, their last stage's work, and waiting."""
-    num_stages = plan.parallel.pipeline_model_parallel_size
-    tables = [mine.micro_batches for mine in together]
-    durations = slowest_durations(cost, num_stages, tables)
-    ops = together[0].ops()
-    path = critical_path(
-        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
-        lambda stage, op: durations[stage][op.kind][op.micro_batch],
-        slowest_messages(cost, tables).__getitem__,
-    )
-    busy_s = sum(durations[-1][op.kind][op.micro_batch] for op in ops)
-    alone = (slowest_durations(cost, num_stages, [table])[-1] for table in tables)
-    own_s = max(sum(own[op.kind][op.micro_batch] for op in ops) for own in alone)
-    return path, busy_s, busy_s - own_s
+def _timed(cost: CostModel, plan: Plan, programs: list[Program]) -> _Group:
+    """When ranks in step run, without the other ranks and programs."""
+    ops = timed_ops(cost, programs, plan.parallel.pipeline_model_parallel_size)
+    times, each = op_times(ops), len(programs[0].schedule)
+    busy_s = float((times.end_s - times.start_s)[-1, :each].sum())
+    own_s = ops.duration_s[-1].reshape(len(programs), each).sum(axis=1).max()
+    path = critical_path(ops, times)
+    return _Group(programs, times.last_s, path, busy_s, busy_s - float(own_s))

@@ -10,10 +10,11 @@ import numpy as np
 from psrl.core.samples.sample import IntArray
 from psrl.planner.placement.placement import Placement, RankSegments, rank_work_s
 
-from .assemble import BuiltProgram, BuiltRank, Caching, build_rank, join_ranks
+from .assemble import Caching, build_rank
 from .best_cuts import MEMORY_WEIGHT, best_group_program, cut_group
+from .built import BuiltProgram, GroupProgram, join_groups
 from .cut_rules import CutRule, all_rules
-from .expert_groups import GroupProgram, run_in_step
+from .expert_groups import run_in_step
 from .rank_tree import tree_of_rank
 from .token_cuts import SNAP
 
@@ -52,7 +53,7 @@ def token_cuts(
         ),
         key=lambda rank_trees: -max(float(rank_tree.cost_before_s[-1]) for rank_tree in rank_trees),
     )
-    programs: dict[int, BuiltRank] = {}
+    groups: dict[int, GroupProgram] = {}
     rules: list[CutRule] = []
     slowest_s, num_thorough = 0.0, 0
 
@@ -68,11 +69,9 @@ def token_cuts(
                 rank_trees, all_rules(rank_trees, single_unit, snap), memory_weight
             )
             num_thorough += 1
-        programs |= {
-            rank_tree.rank: made for rank_tree, made in zip(rank_trees, group.ranks, strict=True)
-        }
+        groups[rank_trees[0].rank] = group
         slowest_s = max(slowest_s, group.time_s)
-    return join_ranks(placement, [programs[rank] for rank in sorted(programs)])
+    return join_groups(placement, [groups[rank] for rank in sorted(groups)])
 
 
 T = TypeVar("T")
@@ -95,10 +94,9 @@ def sample_sets(placement: Placement, sets: list[list[IntArray]], caching: Cachi
         build_rank(placement, rank, _segments_of_sets(placement, mine), caching)
         for rank, mine in enumerate(sets)
     ]
-    ranks: list[BuiltRank] = []
-    for programs in _in_groups(placement, alone):
-        ranks += run_in_step(programs, len(ranks)).ranks
-    return join_ranks(placement, ranks)
+    size = placement.problem.setup.parallel.coupled_ranks
+    groups = _in_groups(placement, alone)
+    return join_groups(placement, [run_in_step(g, i * size) for i, g in enumerate(groups)])
 
 
 def _segments_of_sets(placement: Placement, sets: list[IntArray]) -> RankSegments:

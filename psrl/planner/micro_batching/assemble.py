@@ -1,69 +1,26 @@
-"""From micro-batches of tree segments to a rank's complete tables, with predicted time and memory.
+"""From micro-batches of tree segments to a rank's complete tables.
 
-All policies meet here: sizes, op order, cached blocks and times follow from the segments by the
-same rules.
+All policies meet here: sizes, op order and cached blocks follow from the segments by the same
+rules.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from psrl.core.cost.cost_model import CostModel
-from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.micro_batch_time import micro_batch_times
 from psrl.core.plan.packing import visible_pairs
 from psrl.core.plan.plan import Program
-from psrl.core.plan.schedule import (
-    Op,
-    OpKind,
-    eager_backward_order,
-    fill_counts,
-    interleave,
-    pipeline_timing,
-    stage_ops,
-)
-from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
-from psrl.core.samples.sample import FloatArray, IntArray, StrArray
+from psrl.core.plan.schedule import Op, eager_backward_order, fill_counts, interleave
+from psrl.core.plan.tables import Assignments, MicroBatches, Schedule, Segments
+from psrl.core.samples.sample import IntArray, StrArray
 from psrl.core.tree.segment_tree import segment_tree
 from psrl.planner.placement.placement import Placement, RankSegments
 
 from .blocks import all_blocks, dynamic_blocks
+from .built import BuiltRank
 
 Caching = Literal["dynamic", "everything"]
-
-
-@dataclass(frozen=True, eq=False)
-class BuiltRank:
-    """One rank's tables.
-
-    Attributes:
-        time_s: predicted time of one phase, from the first forward to the last op.
-    """
-
-    placement: Placement
-    program: Program
-    time_s: float
-
-    @property
-    def work_s(self) -> float:
-        """Work of the rank in all phases of the program, without fixed costs."""
-        table, unit = self.program.micro_batches, self.placement.subproblem.unit_costs
-        return float(
-            unit.token_s * table.num_tokens.sum()
-            + unit.pair_s * table.pairs.sum()
-            + unit.head_s * table.head_tokens.sum()
-        )
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Most bytes on a device of the rank."""
-        return peak_bytes(self.program, self.placement.tree, self.placement.problem.memory_model)
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.placement.problem.memory_limit_bytes
 
 
 def build_rank(
@@ -115,10 +72,7 @@ def build_rank(
         blocks=blocks,
         block_tokens=placement.granularity_tokens if caching == "everything" else 1,
     )
-    cost = placement.problem.cost_model
-    durations = stage_durations(cost, table, placement.problem.num_stages)
-    time_s = phase_time_s(ops, durations, message_durations(cost, table))
-    return BuiltRank(placement, program, time_s)
+    return BuiltRank(placement, program)
 
 
 def _micro_batches(
@@ -185,105 +139,3 @@ def _peak_held(backward_order: list[int], counts: list[int], sizes: list[int]) -
     forwarded = np.concatenate([[0], np.cumsum(sizes)])[counts]
     freed = np.cumsum([0, *(sizes[m] for m in backward_order)])[:-1]
     return int((forwarded - freed).max(initial=0))
-
-
-def phase_time_s(
-    ops: list[Op], durations: list[dict[OpKind, list[float]]], message_s: list[float]
-) -> float:
-    """Predicted time of one phase.
-
-    Args:
-        ops: of the last stage.
-        durations: see `stage_durations`.
-        message_s: see `message_durations`.
-    """
-    num_stages = len(durations)
-    if num_stages == 1:
-        return float(sum(durations[0][op.kind][op.micro_batch] for op in ops))
-    timing = pipeline_timing(
-        [stage_ops(ops, num_stages, stage) for stage in range(num_stages)],
-        lambda stage, op: durations[stage][op.kind][op.micro_batch],
-        message_s.__getitem__,
-        send_window=1,
-    )
-    if timing is None:
-        raise AssertionError("a schedule with non-decreasing counts cannot deadlock")
-    return timing.makespan_s
-
-
-def stage_durations(
-    cost: CostModel, table: MicroBatches, num_stages: int
-) -> list[dict[OpKind, list[float]]]:
-    """Seconds of each micro-batch's ops, by stage and kind of op."""
-    sizes = [a.astype(np.float64) for a in (table.num_tokens, table.pairs, table.head_tokens)]
-    again = table.backward_s - cost.backward_s(*sizes)
-    durations: list[dict[OpKind, list[float]]] = []
-    for stage in range(num_stages):
-        if 1 < stage < num_stages - 1:
-            durations.append(durations[1])  # only the first and the last stage differ
-            continue
-        forward: FloatArray = np.asarray(cost.stage_forward_s(stage, *sizes), np.float64)
-        # A dropped micro-batch needs its head only when it runs again.
-        first = np.where(
-            table.activation == "drop",
-            cost.stage_forward_s(stage, sizes[0], sizes[1], 0.0),
-            forward,
-        )
-        backward: FloatArray = np.asarray(cost.stage_backward_s(stage, *sizes) + again)
-        durations.append(
-            {
-                "forward": first.tolist(),
-                "recompute": forward.tolist(),
-                "backward": backward.tolist(),
-            }
-        )
-    return durations
-
-
-def message_durations(cost: CostModel, table: MicroBatches) -> list[float]:
-    """Seconds of each micro-batch's message between neighbouring stages."""
-    seconds: list[float] = np.asarray(
-        cost.message_s(table.num_tokens.astype(np.float64)), np.float64
-    ).tolist()
-    return seconds
-
-
-@dataclass(frozen=True, eq=False)
-class BuiltProgram:
-    """A program of all ranks, with what was predicted for each."""
-
-    program: Program
-    ranks: tuple[BuiltRank, ...]
-
-    @property
-    def time_s(self) -> float:
-        """Predicted time of all phases of the program, without the optimizer step."""
-        return len(self.program.phases) * max(r.time_s for r in self.ranks)
-
-    @property
-    def work_s(self) -> float:
-        """Work of the most loaded rank, without fixed costs."""
-        return max(r.work_s for r in self.ranks)
-
-    @property
-    def fits(self) -> bool:
-        return all(r.fits for r in self.ranks)
-
-
-def join_ranks(placement: Placement, ranks: list[BuiltRank]) -> BuiltProgram:
-    """The program of all ranks; its assignments are in the order of the samples."""
-    subproblem = placement.subproblem
-    parts = [r.program for r in ranks]
-    program = Program(
-        phases=subproblem.phases,
-        is_update=subproblem.is_update,
-        mini_batch=subproblem.mini_batch,
-        granularity_tokens=placement.granularity_tokens,
-        assignments=Assignments(placement.rank, subproblem.members, placement.share_key),
-        segments=Segments.concatenate([p.segments for p in parts]),
-        micro_batches=MicroBatches.concatenate([p.micro_batches for p in parts]),
-        schedule=Schedule.concatenate([p.schedule for p in parts]),
-        blocks=Blocks.concatenate([p.blocks for p in parts]),
-        block_tokens=parts[0].block_tokens,
-    )
-    return BuiltProgram(program, tuple(ranks))

@@ -15,9 +15,10 @@ from .activations import (
     least_repeated,
     lowest_peak,
 )
-from .assemble import BuiltRank, build_rank
+from .assemble import build_rank
+from .built import BuiltRank, GroupProgram
 from .cut_rules import CutRule, cut_all, num_micro_batches
-from .expert_groups import GroupProgram, run_in_step
+from .expert_groups import run_in_step
 from .rank_tree import RankTree
 from .token_cuts import segments_of
 

@@ -5,52 +5,19 @@ rank. Ranks that are cut into equally many micro-batches of equal cost reach tha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
-from psrl.core.cost.cost_model import CostModel
 from psrl.core.plan.plan import Program
-from psrl.core.plan.schedule import OpKind
 from psrl.core.plan.tables import MicroBatches, Schedule
 from psrl.core.samples.sample import IntArray
 from psrl.core.tree.prefix_tree import PrefixTree
 from psrl.core.tree.segment_tree import segment_tree
 from psrl.planner.placement.placement import RankSegments
 
-from .assemble import (
-    BuiltRank,
-    cached_reads,
-    message_durations,
-    order_ops,
-    phase_time_s,
-    stage_durations,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupProgram:
-    """Programs of ranks that run in step; a rank that shares no experts is a group of its own."""
-
-    ranks: tuple[BuiltRank, ...]
-
-    @property
-    def time_s(self) -> float:
-        """Predicted time of one phase: the same on all ranks."""
-        return max(r.time_s for r in self.ranks)
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return max(r.peak_bytes for r in self.ranks)
-
-    @property
-    def fits(self) -> bool:
-        return all(r.fits for r in self.ranks)
-
-    @property
-    def num_micro_batches(self) -> int:
-        return max(len(r.program.micro_batches) for r in self.ranks)
+from .assemble import cached_reads, order_ops
+from .built import BuiltRank, GroupProgram
 
 
 def run_in_step(
@@ -73,14 +40,11 @@ def run_in_step(
     tables = [
         _padded(p.program.micro_batches, longest, first_rank + i) for i, p in enumerate(programs)
     ]
-    problem = placement.problem
     reads = np.concatenate([_reads(p.program, placement.tree) for p in programs], axis=1)
     num_tokens = np.max([t.num_tokens for t in tables], axis=0)
     ops = order_ops(
         placement.subproblem.is_update, num_tokens, longest.activation, reads, held_factor
     )
-    durations = slowest_durations(problem.cost_model, problem.num_stages, tables)
-    time_s = phase_time_s(ops, durations, slowest_messages(problem.cost_model, tables))
     ranks = []
     for rank, (made, table) in enumerate(zip(programs, tables, strict=True), first_rank):
         schedule = Schedule(
@@ -89,7 +53,7 @@ def run_in_step(
             np.array([op.micro_batch for op in ops], np.int64),
         )
         program = replace(made.program, micro_batches=table, schedule=schedule)
-        ranks.append(replace(made, program=program, time_s=time_s))
+        ranks.append(replace(made, program=program))
     return GroupProgram(tuple(ranks))
 
 
@@ -114,20 +78,3 @@ def _reads(program: Program, tree: PrefixTree) -> IntArray:
     s = program.segments
     segments = RankSegments(s.micro_batch, s.node, s.start_depth, s.num_tokens)
     return cached_reads(segments, *segment_tree(tree, segments.node, segments.start_depth))
-
-
-def slowest_durations(
-    cost: CostModel, num_stages: int, tables: Sequence[MicroBatches]
-) -> list[dict[OpKind, list[float]]]:
-    """Seconds of each step, by stage and kind of op: those of its slowest member."""
-    each = [stage_durations(cost, table, num_stages) for table in tables]
-    return [
-        {kind: np.max([d[stage][kind] for d in each], axis=0).tolist() for kind in each[0][stage]}
-        for stage in range(num_stages)
-    ]
-
-
-def slowest_messages(cost: CostModel, tables: Sequence[MicroBatches]) -> list[float]:
-    """Seconds of each step's message between neighbouring stages."""
-    seconds: list[float] = np.max([message_durations(cost, t) for t in tables], axis=0).tolist()
-    return seconds

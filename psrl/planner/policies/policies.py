@@ -11,7 +11,7 @@ import numpy as np
 from psrl.core.samples.sample import IntArray
 from psrl.planner.bounds.forced_copies import Bound
 from psrl.planner.micro_batching.all_ranks import sample_sets, token_cuts, work_s
-from psrl.planner.micro_batching.assemble import BuiltProgram
+from psrl.planner.micro_batching.built import BuiltProgram
 from psrl.planner.placement.greedy import (
     first_fit_tries,
     group_ranks,

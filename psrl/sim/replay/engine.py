@@ -166,15 +166,16 @@ def _run_simpy(
 def _times_of(works: list[ProgramWork], index: int, workers: list[StageWorker]) -> ProgramTimes:
     """Times of one program."""
     work = works[index]
-    start_s, end_s = np.empty(work.kind.shape), np.empty(work.kind.shape)
+    taken_s, start_s, end_s = np.empty((3, *work.kind.shape))
     for worker in workers:
         mine = slice(work.first_op[worker.rank], work.first_op[worker.rank + 1])
+        taken_s[worker.stage, mine] = worker.taken_s[index]
         start_s[worker.stage, mine] = worker.start_s[index]
         end_s[worker.stage, mine] = worker.end_s[index]
     if not work.is_update:
-        return ProgramTimes(start_s, end_s, None)
+        return ProgramTimes(taken_s, start_s, end_s)
     updates_before = sum(w.is_update for w in works[:index])
-    return ProgramTimes(start_s, end_s, workers[0].reduced_s[updates_before])
+    return ProgramTimes(taken_s, start_s, end_s, workers[0].reduced_s[updates_before])
 
 
 def _concatenate(parts: list[Events]) -> Events:

@@ -117,7 +117,7 @@ class StageWorker:
         receives, sends: the links of forward and backward ops; a missing kind has no neighbour.
         meeting: where the gradient reduction of an update program starts.
         group: where ranks that share experts begin each op together; None without them.
-        start_s, end_s: per program, of what has run so far.
+        taken_s, start_s, end_s: per program, of what has run so far.
         reduced_s: per update program: start and end of the reduction, end of the step.
     """
 
@@ -128,6 +128,7 @@ class StageWorker:
     sends: dict[int, Link]
     meeting: ReductionMeeting
     group: Meeting | None
+    taken_s: list[list[float]] = field(default_factory=list)
     start_s: list[list[float]] = field(default_factory=list)
     end_s: list[list[float]] = field(default_factory=list)
     reduced_s: list[tuple[float, float, float]] = field(default_factory=list)
@@ -135,10 +136,11 @@ class StageWorker:
     def run(self, work: ProgramWork) -> Generator[Event, float, None]:
         """Run one program."""
         env, program, group = self.env, work.program, self.group
+        taken_s: list[float] = []
         start_s: list[float] = []
         end_s: list[float] = []
-        self.start_s.append(start_s)
-        self.end_s.append(end_s)
+        for times, mine_s in (self.taken_s, taken_s), (self.start_s, start_s), (self.end_s, end_s):
+            times.append(mine_s)
         begin_s = env.now
         mine = slice(work.first_op[self.rank], work.first_op[self.rank + 1])
         kinds, rows = work.kind[self.stage, mine].tolist(), work.row[self.stage, mine].tolist()
@@ -160,6 +162,7 @@ class StageWorker:
             if kind in self.receives:
                 yield posted[kind]
                 post_next(kind)
+            taken_s.append(env.now)
             if group is not None:
                 duration_s = yield group.arrive(duration_s)
             start_s.append(env.now)
