@@ -132,15 +132,20 @@ def test_the_chosen_cut_is_the_fastest_and_memory_decides_among_equals() -> None
     num_ranks=st.sampled_from([1, 2]),
     num_stages=st.sampled_from([1, 2, 4]),
     recompute=st.sampled_from(["none", "full"]),
+    link_bytes_per_s=st.sampled_from([1e11, 1e9, 1e7]),
 )
 @settings(max_examples=30)
 def test_no_candidate_is_faster_than_its_bound(
-    seed: int, num_ranks: int, num_stages: int, recompute: str
+    seed: int, num_ranks: int, num_stages: int, recompute: str, link_bytes_per_s: float
 ) -> None:
     batch = nasty_batch(seed, 8)
     setup = make_moe_setup(num_ranks, num_stages, num_ranks, max_tokens=8)
     parallel = setup.parallel.model_copy(update={"recompute": recompute})
-    subproblem = update_of(batch, setup.model_copy(update={"parallel": parallel}))
+    links = {"intra_host_bytes_per_s": link_bytes_per_s, "inter_host_bytes_per_s": link_bytes_per_s}
+    cluster = setup.cluster.model_copy(update=links)
+    subproblem = update_of(
+        batch, setup.model_copy(update={"parallel": parallel, "cluster": cluster})
+    )
     samples = np.arange(batch.num_samples)
     placement = Placement(subproblem, samples % num_ranks, np.zeros_like(samples))
     rank_trees = [tree_of_rank(placement, rank) for rank in range(num_ranks)]

@@ -55,6 +55,35 @@ def test_messages_of_a_link_go_one_at_a_time() -> None:
     assert times(events, 1, "forward") == [(6, 7), (11, 12)]
 
 
+@pytest.mark.parametrize("engine", ["simpy", "vectorised"])
+def test_a_sender_waits_until_two_messages_before_have_arrived(engine: Engine) -> None:
+    batch = chains_batch([4] * 5)
+    plan = make_plan([chains_program(batch, [range(5)], is_update=False)], num_stages=2)
+    costs = PlainCostModel(forward_op_s=1.0, message_op_s=5.0)
+    options = SimOptions(engine=engine)
+    events = simulate(plan, batch, costs, phases=("reference",), options=options)
+    # The link carries one message each from 1, 6, 11, ... on. With the messages of 0, 1 and 2 on
+    # their way stage 0 waits until 6, when that of 0 has arrived, and from then on for each.
+    assert times(events, 0, "forward") == [(0, 1), (1, 2), (2, 3), (6, 7), (11, 12)]
+    assert times(events, 1, "forward") == [(6, 7), (11, 12), (16, 17), (21, 22), (26, 27)]
+
+
+@pytest.mark.parametrize("engine", ["simpy", "vectorised"])
+def test_a_message_starts_when_its_receive_is_posted(engine: Engine) -> None:
+    batch = chains_batch([4] * 3)
+    plan = make_plan([chains_program(batch, [range(3)], is_update=False)], num_stages=2)
+    costs = PlainCostModel(forward_op_s=1.0, per_stage_s=9.0, message_op_s=12.0)
+    options = SimOptions(engine=engine)
+    events = simulate(plan, batch, costs, phases=("reference",), options=options)
+    # Sent at 1, 2 and 3. Stage 1 takes the first at 13 and posts the second, which is there at
+    # 25; it is taken at once, and the third comes at 37.
+    assert times(events, 1, "forward") == [(13, 23), (25, 35), (37, 47)]
+    short = PlainCostModel(forward_op_s=1.0, per_stage_s=9.0, message_op_s=2.0)
+    events = simulate(plan, batch, short, phases=("reference",), options=options)
+    # The second one comes during the first op, the third is posted when that one ends.
+    assert times(events, 1, "forward") == [(3, 13), (13, 23), (23, 33)]
+
+
 def test_the_two_directions_of_a_pair_do_not_share_a_link() -> None:
     batch = chains_batch([4, 4, 4])
     plan = make_plan([chains_program(batch, [[0, 1, 2]])], num_stages=2)

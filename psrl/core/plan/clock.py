@@ -346,7 +346,7 @@ def _run(
             start_s[op] = begins_s
         ended_s[op] = ends_s = begins_s + duration_s.take(op)
         ready = begins_s == begins_s
-        num_ready = np.count_nonzero(ready)
+        num_ready = int(np.count_nonzero(ready))
         if not num_ready:
             break
         rounds, ran = rounds + 1, ran + num_ready
@@ -358,9 +358,8 @@ def _run(
         if np.count_nonzero(finished):
             op, end_op = op[~finished], end_op[~finished]
     on_ops(ran, float(np.fmax.reduce(ended_s[:total], initial=0.0)))
-    stages, places = np.divmod(op, max(num_ops, 1))
-    ranks = np.searchsorted(program.first_op, places, side="right") - 1
-    stuck = tuple((int(ranks[i]), int(stages[i])) for i in range(len(op)))
+    rank_of = np.repeat(np.arange(begin_s.shape[1]), np.diff(program.first_op))
+    stuck = tuple((int(rank_of[i % num_ops]), i // num_ops) for i in op.tolist())
     arrived_s = begin_s.ravel().copy()
     if not (stuck or program.is_update):
         came_s = np.maximum(ended_s[waits.source], taken_s[waits.posted]) + message_s

@@ -90,8 +90,10 @@ def _distinct_cuts(rank_trees: Sequence[RankTree], rules: list[CutRule]) -> list
 def least_time_s(rank_trees: Sequence[RankTree], bounds: list[IntArray]) -> float:
     """No order of ops runs one phase of these micro-batches in less time; exact on one stage.
 
-    The last stage has the most work. It waits for the first forward to get there, and some
-    backward goes back from there to the first stage in the end.
+    The last stage runs all its ops, each as long as that of the slowest rank in step. Before, the
+    first forward and its message come down from stage to stage; at the end some backward and its
+    messages go back up to the first one. Nothing of the clock (`psrl.core.plan.clock`) shortens
+    these ops and messages, and what else it says only makes them wait.
     """
     problem, is_update = (
         rank_trees[0].placement.problem,
@@ -117,17 +119,23 @@ def least_time_s(rank_trees: Sequence[RankTree], bounds: list[IntArray]) -> floa
     def backward_s(stage: int) -> FloatArray:
         of_ranks = np.asarray(cost.stage_backward_s(stage, *sizes), np.float64)
         if repeats:
-            of_ranks = of_ranks + cost.forward_s(sizes[0], sizes[1], 0.0)
+            of_ranks = of_ranks + cost.stage_forward_s(stage, sizes[0], sizes[1], 0.0)
         slowest: FloatArray = of_ranks.max(axis=0)
         return slowest
 
     everything, only_first = slice(None), slice(1)
     least_s = float(forward_s(last, everything).sum())
     least_s += sum(float(forward_s(stage, only_first)[0]) for stage in range(last))
+    if last:
+        shape = sizes.shape[1:]
+        message_s = np.broadcast_to(np.asarray(cost.message_s(sizes[0]), np.float64), shape)
+        slowest_s = message_s.max(axis=0)
+        least_s += last * float(slowest_s[0])
     if is_update:
         least_s += float(backward_s(last).sum())
         if last:
-            least_s += float(np.sum([backward_s(stage) for stage in range(last)], axis=0).min())
+            back_s = np.sum([backward_s(stage) for stage in range(last)], axis=0)
+            least_s += float((back_s + last * slowest_s).min())
     return least_s
 
 
