@@ -45,6 +45,25 @@ def test_ranks_add_up_to_what_the_plan_predicts(num_stages: int) -> None:
     assert reports[0].as_json()["ranks"][0]["num_tokens"] == ranks[0].num_tokens
 
 
+@pytest.mark.parametrize("policy", ["verl", "vllm_ps", "sglang_ps", "first_fit", "psrl"])
+def test_duplicated_tokens_are_those_of_the_plan(policy: str) -> None:
+    """Each copy counts, whether samples may share or not, on one rank or on several."""
+    batch = nasty_batch(5, 12, num_mini_batches=2)
+    plan = make_plan(problem_of(batch, make_setup(3, max_tokens=40)), policy)
+    reports = explain(plan, batch)
+    for report, program in zip(reports, plan.programs, strict=True):
+        paths = [tuple(batch.sample_symbols(s)) for s in program.assignments.sample.tolist()]
+        prefixes = {path[: n + 1] for path in paths for n in range(len(path))}
+        assert report.unique_tokens == len(prefixes)
+        duplicated = sum(rank.duplicated_tokens for rank in report.ranks)
+        assert duplicated == pytest.approx(program.unique_tokens - len(prefixes))
+        assert all(0 <= r.duplicated_tokens <= r.num_tokens for r in report.ranks)
+        assert f"{duplicated:,.0f} tokens beyond one copy" in format_explanation(plan, reports)
+    stated = plan.predicted["duplicated_tokens"]
+    assert stated == pytest.approx(sum(r.duplicated_tokens for x in reports for r in x.ranks))
+    assert (policy == "verl") <= (stated > 0)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("message_s", [0.0, 0.25, 4.0])
 def test_the_critical_path_of_a_pipeline_is_its_makespan(num_stages: int, message_s: float) -> None:

@@ -11,7 +11,7 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.bytes_over_ops import peak_bytes
 from psrl.core.plan.plan import Plan, Program
 from psrl.core.samples.sample import FloatArray, SampleBatch
-from psrl.core.tree.prefix_tree import PrefixTree
+from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 from psrl.planner.micro_batching.activations import (
     activation_bytes,
     layer_forward_s,
@@ -28,8 +28,8 @@ class RankReport:
     """One rank in one program.
 
     Attributes:
-        duplicated_tokens: its share of the tokens that several ranks compute; the ranks' sum is
-            what the program computes beyond one copy.
+        duplicated_tokens: its share of the tokens that are computed more than once, on several
+            ranks or on one; the ranks' sum is what the program computes beyond one copy.
         idle_share: share of its last pipeline stage's time without an op.
     """
 
@@ -112,9 +112,10 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
     program = plan.programs[index]
     tree = program.tree(batch)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
-    tokens = _tokens_by_rank(program, tree, plan.num_ranks)
-    copies = np.maximum((tokens > 0).sum(axis=0), 1)
-    duplicated = (tokens * (1.0 - 1.0 / copies)).sum(axis=1)
+    shared = build_prefix_tree(batch.select(program.assignments.sample))
+    tokens = _tokens_by_rank(program, tree, shared, plan.num_ranks)
+    beyond_one = 1.0 - shared.num_tokens / np.maximum(tokens.sum(axis=0), 1.0)
+    duplicated = (tokens * beyond_one).sum(axis=1)
     cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
     size, ranks, groups = plan.parallel.coupled_ranks, [], []
     for first in range(0, plan.num_ranks, size):
@@ -140,7 +141,7 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
     return ProgramReport(
         phases=program.phases,
         mini_batch=program.mini_batch,
-        unique_tokens=int(tree.num_tokens[tokens.any(axis=0)].sum()),
+        unique_tokens=shared.unique_tokens,
         bound_source=sources[index] if index < len(sources) else "not stated",
         ranks=tuple(ranks),
         critical=slowest.path,
@@ -184,11 +185,28 @@ def _activations(
     )
 
 
-def _tokens_by_rank(program: Program, tree: PrefixTree, num_ranks: int) -> FloatArray:
-    """[D, V] tokens of each node that each rank computes."""
+def _tokens_by_rank(
+    program: Program, tree: PrefixTree, shared: PrefixTree, num_ranks: int
+) -> FloatArray:
+    """[D, V] tokens of each node of `shared` that each rank computes, each as often as it does.
+
+    Args:
+        tree: of the program, which its segments refer to.
+        shared: of the same samples, where all share.
+    """
     segments = program.segments
-    tokens = np.zeros((num_ranks, tree.num_nodes))
-    np.add.at(tokens, (segments.rank, segments.node), segments.num_tokens)
+    tokens = np.zeros((num_ranks, shared.num_nodes))
+    rank, low = segments.rank, segments.start_depth
+    high = low + segments.num_tokens
+    # Any sample through a node has the node's tokens on its path, in both trees.
+    node = shared.sample_node[tree.representative[segments.node]]
+    while len(node):
+        inside = np.minimum(high, shared.end_depth[node]) - np.maximum(
+            low, shared.start_depth[node]
+        )
+        np.add.at(tokens, (rank, node), np.maximum(inside, 0))
+        above = shared.start_depth[node] > low
+        rank, low, high, node = rank[above], low[above], high[above], shared.parent[node[above]]
     return tokens
 
 

@@ -14,8 +14,8 @@ def format_explanation(plan: Plan, reports: list[ProgramReport]) -> str:
     predicted = plan.predicted
     lines = [
         f"policy {plan.policy}: predicted {predicted['makespan_s']:.3f} s, no plan is below "
-        f"{predicted['lower_bound_s']:.3f} s (gap {predicted['gap']:.2%}, of which a better "
-        f"placement could gain at most {predicted['placement_gap']:.2%})"
+        f"{predicted['lower_bound_s']:.3f} s (gap {predicted['gap']:.2%}); the most loaded ranks "
+        f"have at most {predicted['placement_gap']:.2%} more work than those of any placement"
     ]
     for report in reports:
         lines += ["", *_format_program(plan, report)]
