@@ -32,6 +32,7 @@ from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelC
 from psrl.core.plan.plan import Program
 from psrl.core.run.config import PlanningConfig, Setup
 from psrl.core.run.events import EventLog, Events
+from psrl.core.run.relative_error import relative_error
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.samples.trace import open_trace
 from psrl.kernels.attention.tree_attention import Implementation
@@ -279,7 +280,7 @@ def _efficiency(bench: Bench, subproblem: ProgramProblem) -> list[Measurement]:
         if subproblem.is_update:
             where = _name(programs["shared", count].program)
             wanted, found = gradients["dense", count], gradients["shared", count]
-            error = float((found - wanted).norm() / wanted.norm())
+            error = relative_error(float((found - wanted).norm()), float(wanted.norm()))
             rows.append(Measurement(f"{where}: gradient error", error, "", 5e-6, False))
             peaks = [bench.peak_bytes(programs[kind, count]) for kind in ("shared", "dense")]
             what = f"{where}: activation + KV peak / dense"

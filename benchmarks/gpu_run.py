@@ -17,6 +17,7 @@ from psrl.backend.options import LossOptions
 from psrl.backend.train.inputs import RankProgram
 from psrl.backend.train.stage import PhaseInputs
 from psrl.core.cost.cluster import ModelSpec
+from psrl.core.run.relative_error import relative_error
 from psrl.core.run.run_directory import finite
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.samples.trace import open_trace
@@ -122,11 +123,13 @@ class Result:
 
     def errors(self, other: "Result") -> dict[str, float]:
         """Relative L2 errors of this result against another; the loss is absolute below 1."""
-        shift = np.linalg.norm(self.logprobs - other.logprobs)
+        gradient, logprobs = self.gradient - other.gradient, self.logprobs - other.logprobs
         return {
-            "gradient": float((self.gradient - other.gradient).norm() / other.gradient.norm()),
-            "loss": abs(self.loss - other.loss) / max(abs(other.loss), 1.0),
-            "logprobs": float(shift / np.linalg.norm(other.logprobs)),
+            "gradient": relative_error(float(gradient.norm()), float(other.gradient.norm())),
+            "loss": relative_error(abs(self.loss - other.loss), max(abs(other.loss), 1.0)),
+            "logprobs": relative_error(
+                float(np.linalg.norm(logprobs)), float(np.linalg.norm(other.logprobs))
+            ),
         }
 
 

@@ -11,15 +11,13 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
 from psrl.core.errors import ConfigError
+from psrl.core.run.relative_error import relative_error
 from psrl.core.run.run_directory import read_json
 from psrl.core.samples.sample import FloatArray
 
 TOLERANCE = 5e-6
 WORST_PARAMETER = "gradient of "
 _LOGPROBS = ("old_logprob", "ref_logprob", "logprob")
-# A gradient whose elements are this much smaller than the model's average is all rounding; its
-# difference is measured against that floor.
-_SMALL_GRADIENT = 1e-3
 
 
 def exactness(run_a: Path, run_b: Path, tolerance: float = TOLERANCE) -> list[dict[str, Any]]:
@@ -27,7 +25,8 @@ def exactness(run_a: Path, run_b: Path, tolerance: float = TOLERANCE) -> list[di
 
     Logprobs and loss: |a - b| / max(1, |b|), for both may be near zero; loss per optimizer step
     if there are several. Gradients: L2 norm of the difference over the norm of b, over all
-    parameters together and for the worst one. A logprob that is NaN in both runs is unknown and
+    parameters together and for the worst one, there as `relative_error` with the gradient of the
+    whole model for the size of what was summed. A logprob that is NaN in both runs is unknown and
     left out; any other value that is not finite differs by infinity.
 
     Returns:
@@ -126,7 +125,7 @@ def _gradient_differences(run_a: Path, run_b: Path) -> dict[str, float]:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} is missing", "execute with gradients saved")
-    squares: dict[str, tuple[float, float, int]] = {}
+    squares: dict[str, tuple[float, float, float]] = {}
     try:
         with safe_open(paths[0], "numpy") as a, safe_open(paths[1], "numpy") as b:
             names_a, names_b = set(a.keys()), set(b.keys())
@@ -143,33 +142,24 @@ def _gradient_differences(run_a: Path, run_b: Path) -> dict[str, float]:
                         f"gradient {name} has shape {ours.shape} in {run_a} and "
                         f"{reference.shape} in {run_b}"
                     )
+                epsilon = float(np.finfo(reference.dtype).eps)
                 reference = reference.astype(np.float64)
                 difference = ours.astype(np.float64) - reference
                 squares[name] = (
                     float(np.sum(difference**2)),
                     float(np.sum(reference**2)),
-                    reference.size,
+                    epsilon,
                 )
-    except (OSError, SafetensorError, TypeError) as error:  # TypeError: bfloat16
+    except (OSError, SafetensorError, TypeError, ValueError) as error:  # bfloat16, integers
         raise ConfigError(f"cannot read {paths[0]} or {paths[1]} ({error})") from None
-    total = sum(square for _, square, _ in squares.values())
-    size = sum(size for *_, size in squares.values())
-    floor = _SMALL_GRADIENT**2 * total / max(size, 1)
+    total = math.sqrt(sum(square for _, square, _ in squares.values()))
+    difference = math.sqrt(sum(square for square, *_ in squares.values()))
     by_parameter = {
-        name: _ratio(difference, max(square, floor * count))
-        for name, (difference, square, count) in squares.items()
+        name: relative_error(math.sqrt(apart), math.sqrt(square), size=total, epsilon=epsilon)
+        for name, (apart, square, epsilon) in squares.items()
     }
-    found = {"gradients": _ratio(sum(d for d, *_ in squares.values()), total)}
+    found = {"gradients": relative_error(difference, total)}
     if by_parameter:
         worst = max(by_parameter, key=lambda name: by_parameter[name])
         found[f"{WORST_PARAMETER}{worst}"] = by_parameter[worst]
     return found
-
-
-def _ratio(difference: float, reference: float) -> float:
-    """Root of the quotient of two sums of squares; 0 for equal zeros, else infinite over zero."""
-    if not (math.isfinite(difference) and math.isfinite(reference)):
-        return math.inf
-    if difference == 0:
-        return 0.0
-    return math.sqrt(difference / reference) if reference else math.inf

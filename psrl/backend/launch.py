@@ -32,10 +32,12 @@ from psrl.core.errors import BackendError, PsrlError
 
 from .compat import parallel_state
 
+TIMEOUT_S = 3600.0
+"""Limit of a run whose caller sets none: it ends hangs, so it is far above any time under load."""
 # A collective operation outlives the run's own limit, which has the better message.
 _GRACE_S = 60.0
 # After a first failure, how long to wait for messages that may name its cause.
-_BLAME_S = 1.0
+_BLAME_S = 10.0
 # How long a rank that has sent its result may take to leave the group.
 _LEAVE_S = 10.0
 # Of Linux' prctl.
@@ -53,7 +55,7 @@ def is_first_process() -> bool:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 600.0
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
     """Run `function(*arguments)` on every rank of a new process group; returns their results.
 
@@ -246,7 +248,7 @@ def _receive(receiver: Any, rank: int) -> "_Success | _Failure":
 
 
 @contextmanager
-def model_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Iterator[Pipeline]:
+def model_parallel(parallel: ParallelConfig, timeout_s: float = TIMEOUT_S) -> Iterator[Pipeline]:
     """Megatron's process groups, and those of the messages between stages.
 
     The default process group must exist. Yields the pipeline that this process belongs to.

@@ -77,12 +77,17 @@ def test_one_step_may_give_its_loss_as_a_number(tmp_path: Path) -> None:
     assert differences(a, b)["loss"] == 1.0
 
 
-def test_a_negligible_gradient_is_measured_against_the_models_average(tmp_path: Path) -> None:
-    large = np.full(1000, 1.0)
-    a = make_run(tmp_path / "a", gradients={"large": large, "tiny": np.array([2e-9])})
-    b = make_run(tmp_path / "b", gradients={"large": large, "tiny": np.array([1e-9])})
-    found = differences(a, b)
-    assert found["gradient of tiny"] == pytest.approx(1e-6, rel=1e-2)
+@pytest.mark.parametrize("rounded", [0.0, 1e-7])
+def test_a_gradient_that_is_all_rounding_is_measured_against_the_models(
+    tmp_path: Path, rounded: float
+) -> None:
+    """Zero on one CPU, 1e-7 on another; twice the rounding of the model's float32 is an error."""
+    gradients = {"large": np.full(100, 1.0, np.float32), "none": np.array([rounded], np.float32)}
+    b = make_run(tmp_path / "b", gradients=gradients)
+    for value, limits in ((1e-6, (0.8e-7, 1e-7)), (2.4e-6, (1.0, math.inf))):
+        changed = gradients | {"none": np.array([value], np.float32)}
+        found = differences(make_run(tmp_path / str(value), gradients=changed), b)
+        assert limits[0] <= found["gradient of none"] <= limits[1]
 
 
 @pytest.mark.parametrize(

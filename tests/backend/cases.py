@@ -24,7 +24,9 @@ from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.plan.clock import SEND_WINDOW
 from psrl.core.plan.packing import Chain, PackedMicroBatch
 from psrl.core.run.events import EventLog, Events
+from psrl.core.run.relative_error import relative_error as error_of_norms
 from psrl.core.samples.sample import FloatArray, SampleBatch
+from tests import gradient_errors
 from tests.random_plans import RandomProgram, random_batch, random_program
 
 ACTIVATIONS = ("keep", "recompute", "drop")
@@ -54,7 +56,9 @@ class Case:
     spec: ModelSpec
     inputs: PhaseInputs
     loss: LossOptions
-    init_std: float = 0.3
+    # Logits of order one: with larger ones, exp(reference - logprob) in the penalty amplifies the
+    # rounding of float32, on CPUs without fused multiply-add to above the tolerances.
+    init_std: float = 0.15
 
 
 def make_case(seed: int, num_ranks: int = 1, **program: Any) -> Case:
@@ -216,19 +220,20 @@ def _sample_logprobs(
     return every[torch.from_numpy(target - 1), torch.from_numpy(ids[target])]
 
 
+def relative_l2(found: FloatArray, wanted: FloatArray) -> float:
+    """Relative L2 error of an array, such as logprobs."""
+    difference, reference = float(np.linalg.norm(found - wanted)), float(np.linalg.norm(wanted))
+    return error_of_norms(difference, reference)
+
+
 def relative_error(found: Outcome, wanted: Outcome) -> dict[str, float]:
     """Relative L2 error of all gradients together and of the worst one; others absolute."""
-    names = list(wanted.gradients)
-    assert set(found.gradients) == set(names)
-    error = {n: (found.gradients[n] - wanted.gradients[n]).norm().item() for n in names}
-    size = {n: wanted.gradients[n].norm().item() for n in names}
-    total = sum(s * s for s in size.values()) ** 0.5 or 1.0
-    worst = max(error[n] / (size[n] or total) for n in names)
     logprob = np.abs(found.logprobs - wanted.logprobs).max(initial=0.0)
+    worst = max(gradient_errors.by_parameter(found.gradients, wanted.gradients).values())
     return {
-        "gradient": sum(e * e for e in error.values()) ** 0.5 / total,
+        "gradient": gradient_errors.together(found.gradients, wanted.gradients),
         "worst_gradient": worst,
-        "loss": abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1.0),
+        "loss": error_of_norms(abs(found.loss - wanted.loss), max(abs(wanted.loss), 1.0)),
         "logprob": float(logprob),
     }
 

@@ -15,7 +15,8 @@ from psrl.core.run.events import Events
 from psrl.core.samples.sample import make_batch
 from psrl.core.samples.trace import Trace, write_trace
 from psrl.sim import simulate
-from tests.backend.cases import TINY
+from tests import gradient_errors
+from tests.backend.cases import TINY, relative_l2
 from tests.backend.test_execute import execute, policy_plan
 
 pytestmark = pytest.mark.slow
@@ -92,15 +93,15 @@ def test_all_policies_train_alike(runs: dict[str, Run]) -> None:
         found = run.execution
         np.testing.assert_allclose(found.loss, dense.loss, rtol=0, atol=5e-6, err_msg=policy)
         for index in range(2):
-            names = [n for n in dense.gradients if n.startswith(f"mini_batch{index}.")]
-            size = sum(float(dense.gradients[n].square().sum()) for n in names) ** 0.5
-            error = sum(
-                float((found.gradients[n] - dense.gradients[n]).square().sum()) for n in names
-            )
-            assert error**0.5 <= 5e-6 * size, (policy, index, error**0.5 / size)
+            prefix = f"mini_batch{index}."
+            step = [
+                {n: g for n, g in one.gradients.items() if n.startswith(prefix)}
+                for one in (found, dense)
+            ]
+            assert gradient_errors.together(*step) <= 5e-6, (policy, index)
         for name in ("old_logprob", "reference_logprob", "logprob"):
             one, two = getattr(found, name), getattr(dense, name)
-            assert np.linalg.norm(one - two) <= 5e-6 * np.linalg.norm(two), (policy, name)
+            assert relative_l2(one, two) <= 5e-6, (policy, name)
 
 
 def test_ratios_before_the_first_step_are_one(trace: Trace, runs: dict[str, Run]) -> None:

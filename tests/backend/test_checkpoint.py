@@ -136,10 +136,8 @@ def test_resuming_repeats_every_bit(
 ) -> None:
     sequence, path = cases(spec, parallel.data_parallel_size), tmp_path / "iteration_1"
     world = parallel.world_size
-    straight = run_ranks(train, world, spec, parallel, sequence, None, path, dtype, timeout_s=120)
-    resumed = run_ranks(
-        train, world, spec, parallel, sequence[1:], path, None, dtype, timeout_s=120
-    )
+    straight = run_ranks(train, world, spec, parallel, sequence, None, path, dtype)
+    resumed = run_ranks(train, world, spec, parallel, sequence[1:], path, None, dtype)
     for before, after in zip(straight, resumed, strict=True):
         for wanted, found in zip(before[1:], after, strict=True):
             assert (found.loss, found.norm) == (wanted.loss, wanted.norm)
@@ -170,14 +168,14 @@ def test_another_layout_continues_within_rounding(
 ) -> None:
     path = tmp_path / "iteration_1"
     one = cases(spec, 1)
-    straight = run_ranks(train, 1, spec, ONE, one, timeout_s=120)[0]
+    straight = run_ranks(train, 1, spec, ONE, one)[0]
     before = cases(spec, first.data_parallel_size)[:1]
-    run_ranks(train, first.world_size, spec, first, before, None, path, timeout_s=120)
+    run_ranks(train, first.world_size, spec, first, before, None, path)
     after = cases(spec, second.data_parallel_size)[1:]
     if first.data_parallel_size > 1 or second.data_parallel_size > 1:
         # Other assignments to ranks are other random batches.
-        straight = run_ranks(train, 1, spec, ONE, merged(before + after), timeout_s=120)[0]
-    resumed = run_ranks(train, second.world_size, spec, second, after, path, timeout_s=120)[0]
+        straight = run_ranks(train, 1, spec, ONE, merged(before + after))[0]
+    resumed = run_ranks(train, second.world_size, spec, second, after, path)[0]
     for wanted, found in zip(straight[1:], resumed, strict=True):
         assert found.norm == pytest.approx(wanted.norm, rel=2e-4)
         size = sum(float(w.square().sum()) for w in wanted.weights.values()) ** 0.5
@@ -211,8 +209,8 @@ def sharded_bytes(parallel: ParallelConfig) -> tuple[int, dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_the_optimizer_is_sharded_over_data_parallel_ranks() -> None:
-    whole, wanted = run_ranks(sharded_bytes, 1, ONE, timeout_s=60)[0]
-    for nbytes, weights in run_ranks(sharded_bytes, 2, DP2, timeout_s=60):
+    whole, wanted = run_ranks(sharded_bytes, 1, ONE)[0]
+    for nbytes, weights in run_ranks(sharded_bytes, 2, DP2):
         assert nbytes <= 0.5 * whole + 64
         assert all(torch.equal(weights[n], w) for n, w in wanted.items())
 
@@ -233,10 +231,10 @@ def die_while_saving(path: Path, parallel: ParallelConfig) -> None:
 def test_a_rank_that_dies_while_saving_leaves_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "iteration_1"
     with pytest.raises(BackendError, match="rank 1 died"):
-        run_ranks(die_while_saving, 2, path, EP2, timeout_s=60)
+        run_ranks(die_while_saving, 2, path, EP2)
     assert not path.exists()
     assert latest_checkpoint(tmp_path) is None
-    run_ranks(train, 2, MOE, EP2, cases(MOE, 2)[:1], None, path, timeout_s=60)
+    run_ranks(train, 2, MOE, EP2, cases(MOE, 2)[:1], None, path)
     assert latest_checkpoint(tmp_path) == path
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_1"]
 
@@ -264,7 +262,7 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
 def test_wrong_checkpoints(tmp_path: Path, what: str, message: str) -> None:
     path = tmp_path / "iteration_1"
     sequence = cases(TINY, 1)[:1]
-    run_ranks(train, 1, TINY, ONE, sequence, None, path, timeout_s=60)
+    run_ranks(train, 1, TINY, ONE, sequence, None, path)
     header = path / "checkpoint.json"
     content = json.loads(header.read_text())
     if what == "no header":
@@ -278,11 +276,11 @@ def test_wrong_checkpoints(tmp_path: Path, what: str, message: str) -> None:
         content["model"]["num_layers"] = 7 if what == "model" else 3
         header.write_text(json.dumps(content))
     with pytest.raises(BackendError, match=message):
-        run_ranks(train, 1, TINY, ONE, sequence, path, timeout_s=60)
+        run_ranks(train, 1, TINY, ONE, sequence, path)
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "iteration_1").mkdir()
     arguments = (TINY, ONE, cases(TINY, 1)[:1], None, tmp_path / "iteration_1")
     with pytest.raises(ConfigError, match="exists already"):
-        run_ranks(train, 1, *arguments, timeout_s=60)
+        run_ranks(train, 1, *arguments)

@@ -34,7 +34,7 @@ def largest(errors: list[dict[str, float]]) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_random_plans_equal_samples_alone_in_fp64() -> None:
-    errors = largest(run_ranks(compare_alone, 1, SEEDS, torch.float64, timeout_s=300)[0])
+    errors = largest(run_ranks(compare_alone, 1, SEEDS, torch.float64)[0])
     assert max(errors.values()) <= 1e-10, errors
 
 
@@ -69,15 +69,15 @@ def lossy(seeds: range) -> list[dict[str, float]]:
 
 
 def test_losing_readers_gradients_is_noticed() -> None:
-    errors = run_ranks(lossy, 1, range(8), timeout_s=120)[0]
+    errors = run_ranks(lossy, 1, range(8))[0]
     assert sum(e["gradient"] > 1e-4 for e in errors) >= 4, errors
     assert max(e["logprob"] for e in errors) <= 1e-10
 
 
 def check_parallel(parallel: ParallelConfig, seeds: range) -> None:
     dp = parallel.data_parallel_size
-    wanted = run_ranks(run_alone, 1, seeds, torch.float32, dp, timeout_s=120)[0]
-    found = run_ranks(run_cases, parallel.world_size, seeds, torch.float32, parallel, timeout_s=120)
+    wanted = run_ranks(run_alone, 1, seeds, torch.float32, dp)[0]
+    found = run_ranks(run_cases, parallel.world_size, seeds, torch.float32, parallel)
     for outcomes in found:
         pairs = zip(outcomes, wanted, strict=True)
         errors = largest([relative_error(f, w) for f, w in pairs])
@@ -114,7 +114,7 @@ def run_branches(branches: list[int]) -> list[Outcome]:
 
 
 def test_tokens_of_one_branch_do_not_touch_the_others() -> None:
-    first, second = run_ranks(run_branches, 1, [7, 20], timeout_s=60)[0]
+    first, second = run_ranks(run_branches, 1, [7, 20])[0]
     # Six trained tokens of the changed sample; of these, three are before the fork.
     changed = first.logprobs != second.logprobs
     assert changed[3:6].all()
@@ -136,7 +136,7 @@ def cut_outcomes(num_cuts: int) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_the_cut_into_micro_batches_does_not_matter() -> None:
-    results = np.array(run_ranks(cut_outcomes, 1, 10, timeout_s=120)[0])
+    results = np.array(run_ranks(cut_outcomes, 1, 10)[0])
     spread = np.ptp(results, axis=0) / np.abs(results[0])
     assert len(np.unique(results[:, 1])) > 1, "the cuts are all the same"
     assert (spread <= 1e-12).all(), results

@@ -1,9 +1,9 @@
 """Ranks start, report, and end, also when one of them fails."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from psrl.cli import main
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PlanError
 from tests.backend.test_execute import make_plan, make_trace
-
-LIMIT_S = 60.0
 
 
 def add_up(value: int) -> tuple[int, torch.Tensor]:
@@ -44,27 +42,26 @@ def wait_for_each_other() -> None:
 
 
 def test_results_come_back_in_rank_order() -> None:
-    results = run_ranks(add_up, 2, 5, timeout_s=LIMIT_S)
+    results = run_ranks(add_up, 2, 5)
     assert [rank for rank, _ in results] == [0, 1]
     assert [int(total) for _, total in results] == [11, 11]
 
 
 def test_a_users_error_arrives_as_it_is_and_stops_the_others() -> None:
-    start_s = time.monotonic()
     with pytest.raises(PlanError, match="the plan is wrong") as caught:
-        run_ranks(fail_on_rank_one, 2, PlanError("the plan is wrong", "fix it"), timeout_s=LIMIT_S)
+        run_ranks(fail_on_rank_one, 2, PlanError("the plan is wrong", "fix it"))
     assert caught.value.hint == "fix it"
-    assert time.monotonic() - start_s < LIMIT_S
+    assert not multiprocessing.active_children()
 
 
 def test_any_other_error_arrives_with_its_traceback() -> None:
     with pytest.raises(BackendError, match=r"(?s)rank 1 failed.*fail_on_rank_one.*ZeroDivision"):
-        run_ranks(fail_on_rank_one, 2, ZeroDivisionError("no"), timeout_s=LIMIT_S)
+        run_ranks(fail_on_rank_one, 2, ZeroDivisionError("no"))
 
 
 def test_a_dead_rank_is_named() -> None:
     with pytest.raises(BackendError, match="rank 1 died"):
-        run_ranks(die_on_rank_one, 2, timeout_s=LIMIT_S)
+        run_ranks(die_on_rank_one, 2)
 
 
 @pytest.mark.slow
@@ -90,7 +87,7 @@ def add_up(value):
     dist.all_reduce(total)
     return int(total)
 
-results = [run_ranks(add_up, 2, value, timeout_s=60)[0] for value in (5, 7, 7)]
+results = [run_ranks(add_up, 2, value)[0] for value in (5, 7, 7)]
 with pytest.raises(BackendError, match="2 processes, the plan needs 3"):
     run_ranks(add_up, 3, 5)
 if is_first_process():

@@ -109,7 +109,7 @@ def train_both(
 
 @pytest.mark.slow
 def test_losses_equal_those_of_samples_alone() -> None:
-    outcomes = run_ranks(train_both, 1, range(1, 4), torch.float64, timeout_s=300)[0]
+    outcomes = run_ranks(train_both, 1, range(1, 4), torch.float64)[0]
     for case, alone, shared in zip(*outcomes, strict=True):
         error = relative_error(shared, alone)
         assert max(error.values()) <= 1e-10, (case.loss, error)
@@ -132,8 +132,8 @@ def run_parallel(cases: list[Case], parallel: ParallelConfig) -> list[Outcome]:
 )
 def test_losses_do_not_depend_on_the_parallel_sizes(parallel: ParallelConfig) -> None:
     ranks = parallel.data_parallel_size
-    cases, wanted, _ = run_ranks(train_both, 1, [3], torch.float32, ranks, False, timeout_s=60)[0]
-    found = run_ranks(run_parallel, parallel.world_size, cases, parallel, timeout_s=200)[-1]
+    cases, wanted, _ = run_ranks(train_both, 1, [3], torch.float32, ranks, False)[0]
+    found = run_ranks(run_parallel, parallel.world_size, cases, parallel)[-1]
     for f, w in zip(found, wanted, strict=True):
         error = relative_error(f, w)
         assert error["gradient"] <= 5e-6, error
@@ -143,7 +143,7 @@ def test_losses_do_not_depend_on_the_parallel_sizes(parallel: ParallelConfig) ->
 @pytest.mark.slow
 def test_the_cases_clip_and_differ() -> None:
     """Ratios lie on both sides of the limits, and no two options give the same loss."""
-    cases, alone, _ = run_ranks(train_both, 1, [3], torch.float64, 1, False, timeout_s=60)[0]
+    cases, alone, _ = run_ranks(train_both, 1, [3], torch.float64, 1, False)[0]
     losses = [outcome.loss for outcome in alone]
     assert len(np.unique(np.round(losses, 8))) == len(losses), losses
     case, shift = cases[0], alone[0].logprobs - cases[0].inputs.old_logprob
@@ -172,7 +172,7 @@ def entropies() -> tuple[float, float]:
 
 
 def test_sliced_entropies_equal_dense_ones() -> None:
-    for errors in run_ranks(entropies, 2, timeout_s=60):
+    for errors in run_ranks(entropies, 2):
         assert max(errors) <= 1e-12
 
 

@@ -159,9 +159,9 @@ def run_shared(
 def test_experts_equal_samples_alone_in_fp64() -> None:
     cases = [moe_case(seed) for seed in range(8)]
     cases += [replace(moe_case(3), loss=GSPO)]
-    wanted = run_ranks(run_alone, 1, cases, torch.float64, ROUTER, timeout_s=120)[0]
+    wanted = run_ranks(run_alone, 1, cases, torch.float64, ROUTER)[0]
     single = ParallelConfig()
-    found = run_ranks(run_shared, 1, cases, torch.float64, ROUTER, single, timeout_s=120)[0]
+    found = run_ranks(run_shared, 1, cases, torch.float64, ROUTER, single)[0]
     for f, w in zip(found, wanted, strict=True):
         error = relative_error(f, w)
         assert max(error.values()) <= 1e-10, error
@@ -200,9 +200,9 @@ TP2_EP2 = ParallelConfig(
 def test_expert_parallel_equals_samples_alone(parallel: ParallelConfig, dispatcher: str) -> None:
     router = replace(ROUTER, dispatcher=dispatcher)
     cases = [moe_case(seed, parallel.data_parallel_size) for seed in range(1, 5)]
-    wanted = run_ranks(run_alone, 1, cases, torch.float32, router, timeout_s=120)[0]
+    wanted = run_ranks(run_alone, 1, cases, torch.float32, router)[0]
     world = parallel.world_size
-    found = run_ranks(run_shared, world, cases, torch.float32, router, parallel, timeout_s=240)
+    found = run_ranks(run_shared, world, cases, torch.float32, router, parallel)
     for outcomes in found:
         for f, w in zip(outcomes, wanted, strict=True):
             error = relative_error(f, w)
@@ -221,8 +221,8 @@ def without_multiplicity(cases: list[Case]) -> list[Outcome]:
 @pytest.mark.slow
 def test_forgetting_multiplicity_is_noticed() -> None:
     cases = [moe_case(seed) for seed in range(4)]
-    wanted = run_ranks(run_alone, 1, cases, torch.float64, ROUTER, timeout_s=120)[0]
-    found = run_ranks(without_multiplicity, 1, cases, timeout_s=120)[0]
+    wanted = run_ranks(run_alone, 1, cases, torch.float64, ROUTER)[0]
+    found = run_ranks(without_multiplicity, 1, cases)[0]
     for f, w in zip(found, wanted, strict=True):
         error = relative_error(f, w)
         assert error["gradient"] > 1e-3

@@ -125,9 +125,9 @@ def full_weights(size: int, perturb: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_weights_do_not_depend_on_the_parallel_size() -> None:
-    one = run_ranks(full_weights, 1, 1, 0.0, timeout_s=60)[0]
-    two = run_ranks(full_weights, 2, 2, 0.0, timeout_s=60)[1]
-    other = run_ranks(full_weights, 1, 1, 0.5, timeout_s=60)[0]
+    one = run_ranks(full_weights, 1, 1, 0.0)[0]
+    two = run_ranks(full_weights, 2, 2, 0.0)[1]
+    other = run_ranks(full_weights, 1, 1, 0.5)[0]
     assert list(one) == list(two)
     for name, weight in one.items():
         assert torch.equal(weight, two[name])
@@ -153,7 +153,7 @@ def sliced_logprobs() -> tuple[float, float]:
 
 
 def test_sliced_logprobs_equal_megatrons() -> None:
-    for errors in run_ranks(sliced_logprobs, 2, timeout_s=60):
+    for errors in run_ranks(sliced_logprobs, 2):
         assert max(errors) <= 2e-6
 
 
@@ -256,7 +256,7 @@ def held_bytes() -> dict[str, int]:
 
 
 def test_recompute_and_drop_keep_less() -> None:
-    held = run_ranks(held_bytes, 1, timeout_s=60)[0]
+    held = run_ranks(held_bytes, 1)[0]
     assert held["drop"] == 0
     assert 0 < held["recompute"] < 0.4 * held["keep"]
 
@@ -280,8 +280,8 @@ def steps(dtype: torch.dtype, num_steps: int) -> list[tuple[float, torch.Tensor]
 
 
 def test_main_weights_keep_steps_that_bf16_would_lose() -> None:
-    wide = run_ranks(steps, 1, torch.float32, 10, timeout_s=60)[0]
-    narrow = run_ranks(steps, 1, torch.bfloat16, 10, timeout_s=60)[0]
+    wide = run_ranks(steps, 1, torch.float32, 10)[0]
+    narrow = run_ranks(steps, 1, torch.bfloat16, 10)[0]
     assert wide[0][0] == pytest.approx(5.0)
     assert wide[0][1].tolist() == pytest.approx([2.998, -3.998, 0.0])
     assert narrow[0][1].tolist() == [3.0, -4.0, 0.0]

@@ -35,7 +35,6 @@ PP4 = ParallelConfig(pipeline_model_parallel_size=4)
 PP8 = ParallelConfig(pipeline_model_parallel_size=8)
 DP2_PP2 = PP2.model_copy(update={"data_parallel_size": 2})
 TP2_PP2 = PP2.model_copy(update={"tensor_model_parallel_size": 2})
-LIMIT_S = 300.0
 
 
 def make_case(seed: int, parallel: ParallelConfig, **program: Any) -> Case:
@@ -95,9 +94,9 @@ def largest_errors(
     cases: list[Case], dtype: torch.dtype, parallel: ParallelConfig
 ) -> dict[str, float]:
     """Largest error over all cases and processes, which are started once."""
-    wanted = run_ranks(alone, 1, cases, dtype, timeout_s=LIMIT_S)[0]
+    wanted = run_ranks(alone, 1, cases, dtype)[0]
     world_size = parallel.world_size
-    ranks = run_ranks(errors, world_size, cases, dtype, parallel, wanted, timeout_s=LIMIT_S)
+    ranks = run_ranks(errors, world_size, cases, dtype, parallel, wanted)
     return {name: max(e[name] for rank in ranks for e in rank) for name in ranks[0][0]}
 
 
@@ -227,7 +226,7 @@ def loss_and_norm(
 def test_ten_cuts_of_a_batch_give_one_loss(batch: int) -> None:
     case = make_cases([batch], PP2)[0]
     seeds = [*range(10), 0]
-    for results in run_ranks(loss_and_norm, 2, case, seeds, torch.float32, timeout_s=LIMIT_S):
+    for results in run_ranks(loss_and_norm, 2, case, seeds, torch.float32):
         assert results[0] == results[-1], "the same cut gives the same bits"
         # Terms of either sign cancel in the loss, so its own size is no measure of rounding.
         spread = np.ptp(np.array(results), axis=0) / np.maximum(np.abs(results[0]), 1.0)
@@ -239,8 +238,8 @@ def test_ten_cuts_of_a_batch_give_one_loss(batch: int) -> None:
 def test_cuts_that_lie_further_apart_are_all_close_to_float64() -> None:
     """Of 24 batches this one amplifies rounding most: two of its cuts are 1.15e-6 apart."""
     case = make_cases([11], PP2)[0]
-    (exact,) = run_ranks(loss_and_norm, 2, case, [0], torch.float64, timeout_s=LIMIT_S)[0]
-    found = run_ranks(loss_and_norm, 2, case, [*range(10)], torch.float32, timeout_s=LIMIT_S)[0]
+    (exact,) = run_ranks(loss_and_norm, 2, case, [0], torch.float64)[0]
+    found = run_ranks(loss_and_norm, 2, case, [*range(10)], torch.float32)[0]
     error = np.abs(np.array(found) - exact) / np.maximum(np.abs(exact), 1.0)
     assert (error <= 1e-6).all(), error
 
@@ -262,8 +261,8 @@ class LossyStore(BlockStore):
 
 def test_losing_readers_gradients_is_noticed() -> None:
     cases = make_cases(range(8), PP2)
-    wanted = run_ranks(alone, 1, cases, torch.float64, timeout_s=LIMIT_S)[0]
-    ranks = run_ranks(errors, 2, cases, torch.float64, PP2, wanted, LossyStore, timeout_s=LIMIT_S)
+    wanted = run_ranks(alone, 1, cases, torch.float64)[0]
+    ranks = run_ranks(errors, 2, cases, torch.float64, PP2, wanted, LossyStore)
     assert sum(e["gradient"] > 1e-4 for e in ranks[0]) >= 4
     assert max(e["logprob"] for e in ranks[0]) <= 1e-10
 
@@ -302,4 +301,4 @@ def test_a_rank_that_fails_inside_a_pipeline_stops_the_others(
     monkeypatch.setattr(StageRun, "run", fail_on_last_stage)
     cases = make_cases([1, 2], PP4)
     with pytest.raises(BackendError, match="rank 3 died" if dies else "stage 3 refuses"):
-        run_ranks(train, 4, cases, PP4, timeout_s=LIMIT_S)
+        run_ranks(train, 4, cases, PP4)

@@ -11,7 +11,7 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.schedule import stage_ops
 from psrl.core.samples.sample import make_batch
 from tests.backend.cases import PPO, VARIANTS, Case, Outcome, run_case, single_process
-from tests.backend.test_pipeline import DP2_PP2, LIMIT_S, PP2, PP4, make_cases
+from tests.backend.test_pipeline import DP2_PP2, PP2, PP4, make_cases
 from tests.memory_ledger import op_by_op
 
 
@@ -49,7 +49,7 @@ def test_kv_bytes_equal_the_simulated_ledger_on_every_stage(parallel: ParallelCo
     """Cached keys, their gradients and logits, op by op; ops are those of the stage."""
     cases = make_cases(range(5), parallel)
     num_stages = parallel.pipeline_model_parallel_size
-    world = run_ranks(outcomes, parallel.world_size, cases, parallel, timeout_s=LIMIT_S)
+    world = run_ranks(outcomes, parallel.world_size, cases, parallel)
     num_checked = 0
     for process, results in enumerate(world):
         stage, rank = divmod(process, parallel.data_parallel_size)
@@ -114,7 +114,7 @@ def test_activation_model_equals_what_autograd_keeps(parallel: ParallelConfig) -
         for activation in ("keep", "recompute", "drop")
         for variant in range(2)
     ]
-    world = run_ranks(outcomes, num_stages, cases, parallel, timeout_s=LIMIT_S)
+    world = run_ranks(outcomes, num_stages, cases, parallel)
     for stage, results in enumerate(world):
         for case, outcome in zip(cases, results, strict=True):
             table = case.planned.program.micro_batches

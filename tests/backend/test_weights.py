@@ -177,7 +177,7 @@ def test_loaded_weights_give_the_published_forward(tmp_path: Path) -> None:
     directories = {name: tmp_path / name for name in SPECS}
     for name, directory in directories.items():
         write_hf(directory, SPECS[name])
-    errors = run_ranks(forward_errors, 1, directories, timeout_s=120)[0]
+    errors = run_ranks(forward_errors, 1, directories)[0]
     assert set(errors) == set(SPECS)
     assert max(errors.values()) <= 1e-5, errors
 
@@ -228,7 +228,7 @@ def test_round_trip_is_exact(
     tensors = write_hf(source, spec, num_files)
     limit = 2**40 if num_files == 1 else 20_000
     arguments = (spec, parallel, source, target, limit)
-    run_ranks(round_trip, parallel.world_size, *arguments, timeout_s=120)
+    run_ranks(round_trip, parallel.world_size, *arguments)
     again = load_tensors(target)
     assert set(again) == set(tensors)
     assert all(torch.equal(again[n], tensor) for n, tensor in tensors.items())
@@ -309,14 +309,14 @@ def test_wrong_directories(tmp_path: Path, what: str, message: str) -> None:
     write_hf(directory, QWEN2)
     spec = damage(directory, what)
     with pytest.raises((BackendError, ConfigError), match=message):
-        run_ranks(load_only, 1, spec, directory, timeout_s=60)
+        run_ranks(load_only, 1, spec, directory)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     write_hf(tmp_path / "source", QWEN2)
     arguments = (QWEN2, ParallelConfig(), tmp_path / "source", tmp_path / "source", 2**40)
     with pytest.raises(ConfigError, match="exists already"):
-        run_ranks(round_trip, 1, *arguments, timeout_s=60)
+        run_ranks(round_trip, 1, *arguments)
 
 
 def test_a_model_of_no_family_is_refused() -> None:

@@ -129,7 +129,7 @@ def test_supported_models_equal_transformers(tmp_path: Path, name: str) -> None:
     model = write(tmp_path / "model", family, changes)
     spec = read_hf_config(tmp_path / "model")
     assert model_from_hf_config(model.config.to_dict(), "here").hidden_size == spec.hidden_size
-    ours = run_ranks(our_logprobs, 1, tmp_path / "model", spec, timeout_s=300)[0]
+    ours = run_ranks(our_logprobs, 1, tmp_path / "model", spec)[0]
     assert largest_error(model, spec, ours) <= 1e-5
 
 
@@ -156,4 +156,4 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path, planned: str, stored
         write(tmp_path / name, *SUPPORTED[name])
         specs[name] = read_hf_config(tmp_path / name)
     with pytest.raises(PsrlError, match="is of another model than the plan's"):
-        run_ranks(our_logprobs, 1, tmp_path / stored, specs[planned], timeout_s=300)
+        run_ranks(our_logprobs, 1, tmp_path / stored, specs[planned])

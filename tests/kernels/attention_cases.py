@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from psrl.core.plan.packing import PackedMicroBatch, pack_rank
+from psrl.core.run.relative_error import relative_error
 from psrl.core.samples.sample import make_batch
 from psrl.kernels import DictStore, tree_attention
 from psrl.kernels.attention.tree_attention import Implementation
+from psrl.kernels.benchmark import check
 from tests.random_plans import RandomProgram, random_program
 
 
@@ -186,15 +188,34 @@ def release(store: DictStore, program: object, kind: str, micro_batch: int) -> N
         store.release(block)
 
 
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; NaN counts as infinite."""
+def summed_sizes(case: RandomProgram, rows: Rows, weights: list[Tensor]) -> Result:
+    """Results with every term by its magnitude, in float64."""
+    totals, outs = [torch.zeros_like(x, dtype=torch.float64) for x in rows], []
+    for sample, weight in enumerate(weights):
+        tokens = sample_tokens(case, sample)
+        visible = torch.ones((len(tokens), len(tokens)), dtype=torch.bool).tril()
+        out, *parts = check.summed_sizes(check.Inputs(*(x[tokens] for x in rows), weight), visible)
+        for total, part in zip(totals, parts, strict=True):
+            total.index_add_(0, tokens, part)
+        outs.append(out)
+    return Result(torch.cat(outs), *totals)
+
+
+def largest_error(result: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+    """Largest difference over the largest expected value; `size` as for `relative_error`."""
     if not expected.numel():
         return 0.0
+    wide = torch.promote_types(result.dtype, torch.float32)
     result, expected = result.detach().double(), expected.detach().double()
-    error = float((result - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-    return error if error == error else float("inf")
+    return relative_error(
+        float((result - expected).abs().max()),
+        float(expected.abs().max()),
+        size=0.0 if size is None else float(size.max()),
+        epsilon=torch.finfo(wide).eps,
+        num_terms=expected.shape[-1],
+    )
 
 
-def worst_error(result: Result, expected: Result) -> float:
-    """Largest relative error of the outputs and the three gradients."""
-    return max(relative_error(a, b) for a, b in zip(result, expected, strict=True))
+def worst_error(result: Result, expected: Result, sizes: Result) -> float:
+    """Largest error of the outputs and the three gradients."""
+    return max(map(largest_error, result, expected, sizes))

@@ -17,17 +17,18 @@ from tests.kernels.attention_cases import (
     Result,
     Rows,
     branching_case,
+    largest_error,
     packed_tokens,
     plain_attention,
     random_case,
     random_rows,
     random_weights,
-    relative_error,
     release,
     run_alone,
     run_sharing,
     sample_tokens,
     sdpa_attention,
+    summed_sizes,
     worst_error,
 )
 from tests.random_plans import RandomProgram, random_program
@@ -41,7 +42,8 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 def compare(case: RandomProgram, rows: Rows, implementation: Implementation) -> float:
     weights = random_weights(case, rows)
     expected = run_alone(case, rows, weights, plain_attention)
-    return worst_error(run_sharing(case, rows, weights, implementation), expected)
+    found = run_sharing(case, rows, weights, implementation)
+    return worst_error(found, expected, summed_sizes(case, rows, weights))
 
 
 @pytest.mark.slow
@@ -67,6 +69,25 @@ def test_head_ratios_and_chain_lengths(
     assert compare(case, rows, implementation) <= 1e-10
 
 
+@pytest.mark.parametrize("length", [1, 63])
+def test_one_error_of_the_tolerances_size_is_noticed(length: int) -> None:
+    """In outputs and gradients; a gradient of zero takes rounding, and nothing above it."""
+    case = branching_case(length, seed=length, max_micro_batches=3)
+    rows = random_rows(case, length, head_dim=8)
+    weights = random_weights(case, rows)
+    expected = run_alone(case, rows, weights, plain_attention)
+    sizes = summed_sizes(case, rows, weights)
+    for name in Result._fields:
+        exact = getattr(expected, name)
+        vanishes = length == 1 and name in ("dq", "dk")
+        largest = getattr(sizes, name).max() if vanishes else exact.abs().max()
+        planted = exact.clone()
+        planted[-1, 0, 0] += 1.01e-10 * largest
+        assert worst_error(expected._replace(**{name: planted}), expected, sizes) > 1e-10, name
+        planted[-1, 0, 0] = exact[-1, 0, 0] + 1e-17
+        assert worst_error(expected._replace(**{name: planted}), expected, sizes) <= 1e-16, name
+
+
 @pytest.mark.slow
 @every_implementation
 def test_uncut_chain_longer_than_one_square(implementation: Implementation) -> None:
@@ -87,7 +108,8 @@ def test_parts_match_reference_in_float32() -> None:
         rows = random_rows(case, seed, head_dim=16, dtype=torch.float32)
         weights = random_weights(case, rows)
         parts, reference = (run_sharing(case, rows, weights, i) for i in ("parts", "reference"))
-        assert worst_error(parts, reference) <= 2e-5, f"seed {seed}"
+        sizes = summed_sizes(case, rows, weights)
+        assert worst_error(parts, reference, sizes) <= 2e-5, f"seed {seed}"
 
 
 @pytest.mark.slow
@@ -131,9 +153,9 @@ def test_dropped_reader_gradients_are_noticed(implementation: Implementation) ->
     weights = random_weights(case, rows)
     expected = run_alone(case, rows, weights, plain_attention)
     broken = run_sharing(case, rows, weights, implementation, ForgetfulStore)
-    assert relative_error(broken.out, expected.out) <= 1e-10
-    assert relative_error(broken.dk, expected.dk) > 1e-3
-    assert relative_error(broken.dv, expected.dv) > 1e-3
+    assert largest_error(broken.out, expected.out) <= 1e-10
+    assert largest_error(broken.dk, expected.dk) > 1e-3
+    assert largest_error(broken.dv, expected.dv) > 1e-3
 
 
 @every_implementation
@@ -255,7 +277,7 @@ def test_parameter_gradients_of_two_layers(implementation: Implementation, recom
         loss = run_model(case, model, ids, weight, implementation, recompute)
         assert abs(loss - expected.item()) <= 1e-10 * max(1.0, abs(loss))
         for got, want in zip(model.parameters(), gradient, strict=True):
-            assert relative_error(got.grad, want) <= 1e-10, f"seed {seed}"
+            assert largest_error(got.grad, want) <= 1e-10, f"seed {seed}"
 
 
 def run_model(
@@ -313,10 +335,10 @@ def test_scale_and_strided_inputs(implementation: Implementation) -> None:
         q.contiguous() * 0.5, k.contiguous(), v.contiguous(), packed, implementation=implementation
     )
     scaled = tree_attention(q, k, v, packed, implementation=implementation, scale=0.25)
-    assert relative_error(scaled, default) <= 1e-12
+    assert largest_error(scaled, default) <= 1e-12
     weight = torch.randn_like(scaled)
     gradients = [torch.autograd.grad(out, mixed, weight)[0] for out in (scaled, default)]
-    assert relative_error(*gradients) <= 1e-12
+    assert largest_error(*gradients) <= 1e-12
 
 
 @every_implementation

@@ -23,11 +23,13 @@ from psrl.kernels import DictStore, KeyValueStore, LinearStore, prepare_attentio
 from psrl.kernels.benchmark.check import (
     TOLERANCE,
     Inputs,
+    ancestor_mask,
     check_forest,
     exact_result,
     random_inputs,
     relative_errors,
     run_micro_batches,
+    summed_sizes,
 )
 from psrl.kernels.benchmark.forests import Segment, pack_forest, parents, random_forest
 from psrl.kernels.triton.configs import KernelTiles, Tiles
@@ -155,7 +157,8 @@ def test_padding_may_hold_anything(use_tma: bool) -> None:
     padded = run_micro_batches(
         micro_batches, Inputs(*(poisoned(x) for x in inputs)), attention, store
     )
-    errors = relative_errors(padded, clean)
+    sizes = summed_sizes(inputs, ancestor_mask(parents(segments)))
+    errors = relative_errors(padded, clean, sizes)
     assert max(errors.values()) <= 1e-6, errors
 
 
@@ -218,7 +221,9 @@ def test_empty_micro_batch_and_dispatch() -> None:
         return attention(q, k, v, packed, store=store)
 
     result = run_micro_batches([empty, packed], inputs, dispatched, DictStore())
-    errors = relative_errors(result, exact_result(np.arange(5) - 1, inputs)[0])
+    chain = np.arange(5) - 1
+    sizes = summed_sizes(inputs, ancestor_mask(chain))
+    errors = relative_errors(result, exact_result(chain, inputs)[0], sizes)
     assert max(errors.values()) <= TOLERANCE[torch.float32]
 
 
@@ -264,7 +269,8 @@ def test_the_index_is_built_once_and_follows_moved_blocks(monkeypatch: pytest.Mo
     store.release(0)
     again = run_micro_batches(micro_batches, inputs, attend, store)
     assert len(built) == 3
-    assert max(relative_errors(again, first).values()) <= 1e-6
+    sizes = summed_sizes(inputs, ancestor_mask(parents(segments)))
+    assert max(relative_errors(again, first, sizes).values()) <= 1e-6
     keys = {id(p) for p in micro_batches}
     assert keys <= attention_index._indices.keys()
     del micro_batches

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from psrl.core.errors import BackendError, ToleranceError
 from psrl.core.plan.packing import PackedMicroBatch
+from psrl.core.run.relative_error import relative_error
 from psrl.kernels.attention.tree_attention import Implementation, tree_attention
 
 from .baselines import BASELINES, Baseline, make_baseline
@@ -131,7 +132,8 @@ def _require_agreement(
 ) -> None:
     out = baseline.attention(*baseline.inputs[:3], packed).float()
     wanted = (expected if baseline.rows is None else expected[baseline.rows]).float()
-    error, bar = float((out - wanted).norm() / wanted.norm()), 2 * TOLERANCE[expected.dtype]
+    error = relative_error(float((out - wanted).norm()), float(wanted.norm()))
+    bar = 2 * TOLERANCE[expected.dtype]
     if not error <= bar:
         raise ToleranceError(
             f"{name} and tree attention differ by {error:.1e} on {shape}, above {bar:.1e}",

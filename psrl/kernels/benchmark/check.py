@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from psrl.core.plan.packing import PackedMicroBatch
+from psrl.core.run.relative_error import relative_error
 from psrl.core.samples.sample import IntArray
 from psrl.kernels.attention.store import DictStore, KeyValueStore
 
@@ -99,13 +100,47 @@ def exact_result(parent: IntArray, inputs: Inputs) -> tuple[Result, Tensor]:
     return Result(out.detach(), *gradients), scores.detach().logsumexp(-1)
 
 
-def relative_errors(result: Result, expected: Result) -> dict[str, float]:
-    """Relative L2 error of each part; infinite where a result is not a number."""
-    found = {}
-    for name, got, want in zip(Result._fields, result, expected, strict=True):
-        error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
-        found[name] = error if error == error else float("inf")
-    return found
+def summed_sizes(inputs: Inputs, visible: Tensor) -> Result:
+    """Outputs and gradients with every term by its magnitude, in float64.
+
+    The gradient of a score is p (dp - sum of p dp), whose terms cancel: a query that sees one key
+    has gradients of zero, up to the rounding of dp.
+
+    Args:
+        visible: [T, T] whether a query sees a key.
+    """
+    q, k, v, dout = (x.detach().double() for x in inputs)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    p = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    dp = torch.einsum("thd,shd->hts", dout.abs(), v.abs())
+    ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
+    dk = torch.einsum("hts,thd->shd", ds, q.abs())
+    dv = torch.einsum("hts,thd->shd", p, dout.abs())
+    return Result(
+        torch.einsum("hts,shd->thd", p, v.abs()),
+        torch.einsum("hts,shd->thd", ds, k.abs()),
+        *(x.unflatten(1, (inputs.k.shape[1], -1)).sum(2) for x in (dk, dv)),
+    )
+
+
+def relative_errors(result: Result, expected: Result, sizes: Result) -> dict[str, float]:
+    """Relative L2 error of each part, given its `summed_sizes`.
+
+    Sums are in float32 at least; those that cancel, dp, have D terms.
+    """
+    wide = torch.promote_types(result.dq.dtype, torch.float32)
+    return {
+        name: relative_error(
+            float((got.double() - want.double()).norm()),
+            float(want.double().norm()),
+            size=float(size.norm()),
+            epsilon=torch.finfo(wide).eps,
+            num_terms=result.out.shape[-1],
+        )
+        for name, got, want, size in zip(Result._fields, result, expected, sizes, strict=True)
+    }
 
 
 def check_forest(
@@ -125,4 +160,5 @@ def check_forest(
     inputs = random_inputs(len(parent), heads, head_dim, dtype, device, seed)
     micro_batches = pack_forest(segments, cuts)
     result = run_micro_batches(micro_batches, inputs, attention, store or DictStore())
-    return relative_errors(result, exact_result(parent, inputs)[0])
+    sizes = summed_sizes(inputs, ancestor_mask(parent).to(device))
+    return relative_errors(result, exact_result(parent, inputs)[0], sizes)
