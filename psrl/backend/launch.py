@@ -31,9 +31,8 @@ from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.errors import BackendError, PsrlError
 
 from .compat import parallel_state
+from .options import TIMEOUT_S
 
-TIMEOUT_S = 3600.0
-"""Limit of a run whose caller sets none: it ends hangs, so it is far above any time under load."""
 # A collective operation outlives the run's own limit, which has the better message.
 _GRACE_S = 60.0
 # After a first failure, how long to wait for messages that may name its cause.

@@ -24,6 +24,8 @@ Dispatcher = Literal["alltoall", "allgather"]
 DtypeName = Literal["float32", "float64", "bfloat16"]
 AttentionName = Literal["triton", "parts", "reference", "sdpa"]
 
+TIMEOUT_S = 3600.0
+"""Limit of a run whose caller sets none: it ends hangs, so it is far above any time under load."""
 DTYPE_OF_BYTES: dict[int, DtypeName] = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
@@ -196,7 +198,7 @@ class PhaseOptions:
     """untimed runs of every phase before the timed ones"""
     repeat: Count = 1
     """timed runs of every phase, from the same weights; times are medians"""
-    timeout_s: Positive = 3600.0
+    timeout_s: Positive = TIMEOUT_S
     """stop all ranks after this time"""
     loss: LossOptions = LossOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
