@@ -215,7 +215,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("psrl", "larger vocabulary", put("model.vocab_size", times(2)), "rule 12: .*forward_s"),
     ("psrl", "more layers", put("model.num_layers", 8), "rule 12: .*forward_s"),
     ("psrl", "wider heads", put("model.kv_channels", 64), "rule 12: .*forward_s"),
-    ("psrl", "untied embeddings", put("model.tied_embeddings", False), "rule 13: predicted"),
+    ("psrl", "untied embeddings", put("model.tied_embeddings", False), "rule 1[23]: "),
     ("psrl", "other precision", put("cluster.device.dtype_bytes", 4), "rule 12: .*forward_s"),
     ("psrl", "full recompute", put("parallel.recompute", "full"), "rule 3: .* 'keep'"),
     # plan.json: predictions
