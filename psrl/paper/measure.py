@@ -80,6 +80,7 @@ def measure(task: Task, assumptions: Assumptions) -> dict[str, Any]:
     metrics = run_metrics(plan, batch, events)
     result["metrics"] = metrics
     result["micro_batches"] = _micro_batches_per_rank(plan)
+    result["tasks_on_ranks"] = tasks_on_ranks(plan, batch)
     result["memory"] = memory_section(plan, events)
     if "log_old_prob" in phases:
         result["iteration"] = _iteration(batch, metrics, assumptions)
@@ -146,6 +147,25 @@ def _micro_batches_per_rank(plan: Plan) -> dict[str, float]:
         "per_rank": len(table) / plan.num_ranks,
         "mean_tokens": float(table.num_tokens.mean()) if len(table) else 0.0,
     }
+
+
+def tasks_on_ranks(plan: Plan, batch: SampleBatch) -> list[dict[str, int]]:
+    """Of each optimizer step: tasks, those whose samples are all on one rank, and empty ranks."""
+    found = []
+    for program in plan.phase_programs("update"):
+        sample, rank = program.assignments.sample, program.assignments.rank
+        _, task = np.unique(batch.group_id[sample], return_inverse=True)
+        pairs = np.unique(np.stack([task, rank]), axis=1)
+        ranks_of_task = np.bincount(pairs[0])
+        found.append(
+            {
+                "tasks": len(ranks_of_task),
+                "whole_tasks": int((ranks_of_task == 1).sum()),
+                "ranks": plan.num_ranks,
+                "empty_ranks": plan.num_ranks - len(np.unique(rank)),
+            }
+        )
+    return found
 
 
 def _iteration(

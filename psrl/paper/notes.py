@@ -1,23 +1,38 @@
-"""Why a row of ours differs from the published one; shown where it does by more than 25 %."""
+"""Why a row of ours differs from the published one; shown where it does by more than 25 %.
+
+What a note says of our runs is computed from them (`computed_notes`); the rest is what the paper
+publishes or leaves out.
+"""
+
+from collections.abc import Callable
+
+from .computed_notes import our_cuts, prefix_first, short_search, small_ps, step_tokens
+from .results import Results
+
+Note = str | Callable[[Results], str]
+
+
+def note_text(note: Note, results: Results) -> str:
+    """The note of a row.
+
+    Raises:
+        NotRunError: if a run that it speaks of is missing.
+    """
+    return note if isinstance(note, str) else note(results)
+
+
+def _joined(*notes: Note) -> Note:
+    return lambda results: " ".join(note_text(note, results) for note in notes)
+
 
 _ABSOLUTE_TIME = (
     "The GPU, its clocks and the number of samples are not published. A roofline of an A100 is "
     "two to four times faster (eight in the scheduler ablation, whose batch may differ) than the "
     "published times, which are about 7 TFLOP/s per GPU in veRL's update; compare the ratios."
 )
-_OUR_CUTS = (
-    "Our planner cuts finer than the published gains imply: about 1,300 tokens per micro-batch and "
-    "48 micro-batches per rank in DTN's update, where some 6,000 tokens would give the published "
-    "time. Finer cuts shorten the pipeline's bubbles; that is the factor cuts, which needs no "
-    "sharing at all."
-)
 _SPREAD = (
     "In our reading eight workers meet in every MoE layer, so a slow one slows its group, and "
     "worker times come out nearly equal; the published spread must be of workers that do not meet."
-)
-_PREFIX_FIRST = (
-    "A prefix that two tasks share beyond the common instructions, however short, draws them to "
-    "one rank here, and a rank may stay empty; the published policy must have spread them."
 )
 _PS = (
     "Published gains of the PS variants are the same 1.4 at 8-fold scale. Ours follow from veRL's "
@@ -26,11 +41,6 @@ _PS = (
     "K/V reuse in the forward pass alone with a dense backward gives 1 / (1 - p / 3) = 1.42 at "
     "every scale: the one mechanism that fits, but it is not what we take the variants to be."
 )
-_SMALL_PS = (
-    "On two data-parallel ranks veRL's placement keeps most of the sharing, so our PS variants are "
-    "strong: SGLang-PS is 3.0 times as fast as veRL on WebShop step. The published variants cannot "
-    "be, or psRL would not lead by 2.5: at most 5.2 over veRL leaves them about 2."
-)
 _MEMORY = (
     "Ours counts sharded optimizer states, recomputed activations, logits and the longest sample "
     "as budget, no framework. An unsharded optimizer (8 GiB), 10 bytes per logit of 60k tokens (9 "
@@ -38,35 +48,25 @@ _MEMORY = (
     "but the first of them breaks ALFWorld's 6.4 GB: no single rule gives both."
 )
 _POOL = "Assumed to be a preallocated pool; cached keys and values themselves need far less."
-_SHORT_SEARCH = (
-    "Public Search samples are short (390 tokens): over 16 ranks a mini-batch leaves so little "
-    "work that launches, pipeline and optimizer step outweigh it (the factor cuts falls below 1). "
-    "At 8x length the gain is 2.9, so the published samples must be longer."
-)
 _ROLLOUT = (
     "Depends on the rollout, of which nothing is published: a rate of 50 tokens/s per trajectory "
     "without time in environments."
 )
 
-NOTES: dict[str, str] = {
+NOTES: dict[str, Note] = {
     "share-struct-lo": _ROLLOUT,
     "share-struct-hi": _ROLLOUT
     + " Small workloads generate little and train much, so the update dominates here.",
     "share-linear-lo": _ROLLOUT,
     "share-linear-hi": _ROLLOUT,
-    "web-growth": (
-        "The row says more than 5.0. Step samples have 5.4 times the tokens of traj samples here, "
-        "and shorter ones use the micro-batch budget better."
-    ),
+    "web-growth": step_tokens,
     "speed-lo": (
         "The smallest gain is that of the mode with the fewest shared tokens; which modes and "
         "workloads the published range spans is unknown."
     ),
-    "speed-hi": (
-        "The largest gain of ours is DTN step_rt's, of the paper DTN step's. " + _OUR_CUTS
-    ),
-    "ps-lo": _SMALL_PS + " The smallest gain is a mode with few shared tokens.",
-    "ps-hi": _SMALL_PS,
+    "speed-hi": our_cuts,
+    "ps-lo": small_ps,
+    "ps-hi": small_ps,
     "dtn-tps": _ABSOLUTE_TIME,
     "dtn-tps-sg": _ABSOLUTE_TIME,
     "dtn-tps-verl": _ABSOLUTE_TIME,
@@ -93,10 +93,10 @@ NOTES: dict[str, str] = {
     "mem-dtn-verl": _MEMORY,
     "mem-dtn": _MEMORY + " Our micro-batches are smaller, so less is held at a time.",
     "scale-search": _ABSOLUTE_TIME + " The model that trains Search is not published either.",
-    "scale-search-verl": _SHORT_SEARCH,
-    "scale-search-sg": _SHORT_SEARCH + " " + _SMALL_PS,
+    "scale-search-verl": short_search,
+    "scale-search-sg": _joined(short_search, small_ps),
     "scale-dtn": _ABSOLUTE_TIME,
-    "scale-dtn-verl": _OUR_CUTS,
+    "scale-dtn-verl": our_cuts,
     "scale-dtn-sg": _PS,
     "len8-search": _ABSOLUTE_TIME + " The model that trains Search is not published either.",
     "len8-search-x": "The row says 3 to 4 over both baselines; ours is the gain over veRL.",
@@ -105,8 +105,8 @@ NOTES: dict[str, str] = {
     "sched-psrl-max": _ABSOLUTE_TIME,
     "sched-agn-min": _ABSOLUTE_TIME,
     "sched-agn-max": _ABSOLUTE_TIME,
-    "sched-pmf-min": _PREFIX_FIRST,
-    "sched-pmf-max": _PREFIX_FIRST,
+    "sched-pmf-min": prefix_first,
+    "sched-pmf-max": prefix_first,
     "sched-bf-max": _ABSOLUTE_TIME,
     "dbc-step": _MEMORY,
     "dbc-step-off": _POOL,
@@ -116,10 +116,10 @@ NOTES: dict[str, str] = {
     "dbc-tree-off": _POOL,
 }
 
-RATIO_NOTES: dict[str, str] = {
-    "x-olp": _OUR_CUTS,
-    "x-ref": _OUR_CUTS,
-    "x-upd": _OUR_CUTS,
+RATIO_NOTES: dict[str, Note] = {
+    "x-olp": our_cuts,
+    "x-ref": our_cuts,
+    "x-upd": our_cuts,
     "x-sg": _PS,
     "uf-verl": (
         "Three optimizer steps of few micro-batches each make veRL's pipeline idle; the published "
@@ -136,12 +136,12 @@ RATIO_NOTES: dict[str, str] = {
     ),
     "spread-psrl": _SPREAD,
     "spread-agn": _SPREAD,
-    "spread-pmf": _PREFIX_FIRST,
+    "spread-pmf": prefix_first,
     "max-agn": (
         "veRL's placement ignores prefixes, so over 32 ranks it computes most shared tokens many "
         "times; the published 1.15 needs few workers, or whole tasks on a worker."
     ),
-    "max-pmf": _PREFIX_FIRST,
+    "max-pmf": prefix_first,
     "max-bf": "As sharing-agnostic: balance over 32 ranks duplicates prefixes.",
     "mem-x": _MEMORY,
     "mem-alf": _POOL,

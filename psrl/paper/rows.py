@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .notes import NOTES, RATIO_NOTES
+from .notes import NOTES, RATIO_NOTES, Note, note_text
 from .results import NotRunError, Results
 from .table import Published, Row
 
@@ -220,7 +220,7 @@ def reproduced_rows(published: Iterable[Published], results: Results) -> list[Ro
         phase, factors = _QUOTIENT_FACTORS.get(name), None
         if phase is not None and ours is not None:
             factors = results.factors("dtn_1536", "step", "verl", phase=phase)
-        note = RATIO_NOTES.get(name, "")
+        note = _note(RATIO_NOTES.get(name, ""), results)
         quotients.append(Row(p, "ratio", ours, factors, note, missing))
     return [*rows.values(), *quotients]
 
@@ -230,10 +230,18 @@ def row_of(published: Published, results: Results) -> Row:
     rule = RULES.get(published.id)
     if rule is None:
         return Row(published, "absolute", None, None, "", "no rule for this row")
-    note = NOTES.get(published.id, "")
+    note = _note(NOTES.get(published.id, ""), results)
     try:
         ours = rule.value(results)
         factors = rule.factors(results) if rule.factors else None
     except NotRunError as reason:
         return Row(published, rule.kind, None, None, note, str(reason))
     return Row(published, rule.kind, ours, factors, note, "")
+
+
+def _note(note: Note, results: Results) -> str:
+    """The note, or nothing where it speaks of runs that were not chosen."""
+    try:
+        return note_text(note, results)
+    except NotRunError:
+        return ""
