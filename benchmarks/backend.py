@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,12 +26,13 @@ from psrl.backend.options import LossOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
 from psrl.backend.train.optimizer import MainGradients
+from psrl.backend.train.phase_log import PhaseLog, resident_bytes
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.tokens import TokenIds
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.plan.plan import Program
 from psrl.core.run.config import PlanningConfig, Setup
-from psrl.core.run.events import EventLog, Events
+from psrl.core.run.events import Events
 from psrl.core.run.relative_error import relative_error
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.samples.trace import open_trace
@@ -191,11 +192,8 @@ class Bench:
         self.engine = RankEngine(
             model=weights,
             spec=self.model,
-            rank=0,
-            log=EventLog(),
             implementation=self.implementation,
             loss=self.loss,
-            gradients=self.gradients,
             measure_activations=False,
         )
         self.logprobs = self._unknown()
@@ -213,19 +211,25 @@ class Bench:
 
     def run(self, prepared: RankProgram) -> Events:
         """Run a program; the gradients of an update are in `gradients`."""
-        self.engine.log = EventLog()
+        return self._run(prepared, self.engine)
+
+    def _run(self, prepared: RankProgram, engine: RankEngine) -> Events:
         self.gradients.zero()
-        self.logprobs = self._unknown()
         phase = "update" if prepared.program.is_update else "log_old_prob"
-        self.loss_value = self.engine.run(prepared, phase, self.logprobs, self.phase_inputs)
-        return self.engine.log.finish()
+        log = PhaseLog(phase, 0, 0, self.device, self.static_bytes)
+        found = engine.run(prepared, log, self.phase_inputs)
+        self.logprobs, self.loss_value = found.logprobs, found.loss
+        return log.finish()
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of weights and gradients."""
+        return resident_bytes(self.engine.model.parameters(), self.gradients.tensors())
 
     def peak_bytes(self, prepared: RankProgram, activations: bool = True) -> int:
         """Peak of cached keys, their gradients and, if wanted, kept activations."""
         # Counting takes time, so it has a run of its own.
-        self.engine.measure_activations = activations
-        events = self.run(prepared)
-        self.engine.measure_activations = False
+        events = self._run(prepared, replace(self.engine, measure_activations=activations))
         return int((events.kv_bytes + events.kv_gradient_bytes + events.activation_bytes).max())
 
 

@@ -122,7 +122,7 @@ def speed_row(bench: Bench, own: Timed, programs: list[Timed], phase: str) -> di
         "times_s": own.times_s,
         "tflops_per_s": work / own.median_s / 1e12,
         "peak_allocated_bytes": own.allocated_bytes,
-        "static_bytes": bench.engine.static_bytes,
+        "static_bytes": bench.static_bytes,
         "peak_kv_bytes": own.kv_bytes,
         "errors_vs_first_dense": own.errors,
     }

@@ -1,8 +1,10 @@
 """Executes a plan: the three phases of an RL iteration on this rank, and what they leave behind."""
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,275 +21,303 @@ from psrl.backend.io.checkpoint import (
 from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.weights import load_hf
-from psrl.backend.options import ExecuteOptions
-from psrl.backend.train.engine import RankEngine
+from psrl.backend.options import DtypeName, ExecuteOptions
+from psrl.backend.train.engine import (
+    ProgramRun,
+    RankEngine,
+    optimizer_step,
+    reduce_gradients,
+)
 from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
+from psrl.backend.train.phase_log import PhaseLog, resident_bytes
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.token_advantages import read_token_advantages
 from psrl.backend.train.tokens import TokenIds
-from psrl.core.errors import BackendError
 from psrl.core.plan.plan import Plan
 from psrl.core.run.events import EventLog, Events
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.samples.trace import Trace
 from psrl.kernels.attention.tree_attention import Implementation
 
-from .compat import parallel_state
-from .execution import Execution, concatenate_events, median_times
+from .compat import GPTModel, parallel_state
+from .execution import (
+    Execution,
+    concatenate_events,
+    gather_events,
+    median_times,
+    merge_logprobs,
+    sum_over_ranks,
+)
 from .launch import model_parallel
 
 
 def execute_plan(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution:
     """Run all phases of a plan on this rank of an existing process group.
 
-    Every rank gets the gathered result. Phases run in the order log_old_prob, reference, update;
-    the update reads the logprobs of the first two.
+    Every rank gets the gathered result. The reference runs first, so that its weights are gone
+    when the policy's come; then log_old_prob, and the update, which reads the logprobs of both.
 
     Raises:
         PsrlError: see `check_executable` and `model_parallel`.
     """
     check_executable(plan, trace, options)
     with model_parallel(plan.parallel, options.timeout_s) as pipeline:
-        return _PlanRun(plan, trace.iteration(plan.iteration), options, pipeline).run()
+        job = _Job.of(plan, trace.iteration(plan.iteration), options, pipeline)
+        reference = _forward_phase(job, "reference", lambda: _reference_model(job))
+        policy, resumed_from = _policy_model(job)
+        old = _forward_phase(job, "log_old_prob", lambda: policy)
+        inputs = PhaseInputs(old.logprob, reference.logprob)
+        update = _update_phase(job, policy, resumed_from, inputs)
+        events = concatenate_events([old.events, reference.events, update.phase.events])
+        return Execution(
+            events=concatenate_events(gather_events(events)),
+            loss_tokens=job.loss_tokens,
+            old_logprob=old.logprob,
+            reference_logprob=reference.logprob,
+            logprob=update.phase.logprob,
+            loss=[step.loss for step in update.steps],
+            gradient_norm=[step.norm for step in update.steps],
+            router_loss=[step.router_loss for step in update.steps],
+            expert_load=[step.expert_load for step in update.steps if step.expert_load is not None],
+            gradients={k: v for step in update.steps for k, v in step.gradients.items()},
+            dtype=job.dtype,
+            implementation=job.implementation,
+            resumed_from=resumed_from,
+            checkpoint=update.checkpoint,
+        )
 
 
-class _PlanRun:
-    def __init__(
-        self, plan: Plan, batch: SampleBatch, options: ExecuteOptions, pipeline: Pipeline
-    ) -> None:
-        self._plan, self._options, self._pipeline = plan, options, pipeline
-        self._rank = parallel_state.get_data_parallel_rank()
-        self._device = torch.device("cpu")
+@dataclass(frozen=True)
+class _Job:
+    """What all phases of an execution share on this rank."""
+
+    plan: Plan
+    options: ExecuteOptions
+    pipeline: Pipeline
+    rank: int
+    device: torch.device
+    dtype: DtypeName
+    implementation: Implementation
+    loss_tokens: LossTokens
+    programs: tuple[RankProgram, ...]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, batch: SampleBatch, options: ExecuteOptions, pipeline: Pipeline
+    ) -> "_Job":
+        rank = parallel_state.get_data_parallel_rank()
+        device = torch.device("cpu")
         if torch.cuda.is_available():
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._dtype_name = working_dtype(plan, options)
-        self._dtype = getattr(torch, self._dtype_name)
-        self._implementation = options.attention or fastest_implementation(self._device)
-        self.loss_tokens = LossTokens(batch)
+            device = torch.device("cuda", torch.cuda.current_device())
+        loss_tokens = LossTokens(batch)
         if options.token_advantages is not None:
-            self.loss_tokens.advantage = read_token_advantages(
-                options.token_advantages, self.loss_tokens
-            )
+            loss_tokens.advantage = read_token_advantages(options.token_advantages, loss_tokens)
         token_ids = TokenIds(batch, plan.model.vocab_size, options.reduce_token_ids)
-        self._programs = [
+        gathers = options.router.dispatcher == "allgather"
+        programs = [
             prepare_rank_program(
                 i,
                 program,
-                self._rank,
+                rank,
                 batch,
                 token_ids,
-                self.loss_tokens,
-                self._device,
+                loss_tokens,
+                device,
                 stage=pipeline.stage,
                 num_stages=pipeline.num_stages,
-                coupled_ranks=self._ranks_of_equal_rows,
+                coupled_ranks=plan.parallel.coupled_ranks if gathers else 1,
             )
             for i, program in enumerate(plan.programs)
         ]
-        self._gradients: dict[str, Tensor] = {}
-        self._events: list[Events] = []
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._router_losses: list[float] = []
-        self._expert_loads: list[FloatArray] = []
-        self._resumed_from: Path | None = None
-        self._checkpoint: Path | None = None
-
-    def run(self) -> Execution:
-        policy = self._engine(self._options.weights, perturb=0.0)
-        if self._options.checkpoint is not None:
-            self._resumed_from = checkpoint_to_resume(
-                self._options.checkpoint, self._options.resume
-            )
-        if self._resumed_from is not None:
-            # The forward phases need the weights only, and report no gradients as held.
-            gradients = MainGradients(policy.model, ParallelGroups.current())
-            self._optimizer(policy, gradients)
-            gradients.remove_hooks()
-        old = self._forward_phase("log_old_prob", policy)
-        reference = self._unknown()
-        if self._phase("reference"):
-            weights = self._options.reference_weights or self._options.weights
-            engine = self._engine(weights, self._options.reference_perturb)
-            reference = self._forward_phase("reference", engine)
-            del engine
-        logprob = self._update_phase(policy, PhaseInputs(old, reference))
-        return Execution(
-            events=concatenate_events(self._gather(concatenate_events(self._events))),
-            loss_tokens=self.loss_tokens,
-            old_logprob=old,
-            reference_logprob=reference,
-            logprob=logprob,
-            loss=self._losses,
-            gradient_norm=self._norms,
-            router_loss=self._router_losses,
-            expert_load=self._expert_loads,
-            gradients=self._gradients,
-            dtype=self._dtype_name,
-            implementation=self._implementation,
-            resumed_from=self._resumed_from,
-            checkpoint=self._checkpoint,
+        return cls(
+            plan,
+            options,
+            pipeline,
+            rank,
+            device,
+            working_dtype(plan, options),
+            options.attention or fastest_implementation(device),
+            loss_tokens,
+            tuple(programs),
         )
 
-    def _engine(self, weights: Path | None, perturb: float) -> RankEngine:
+    def programs_of(self, phase: str) -> list[RankProgram]:
+        return [p for p in self.programs if phase in p.program.phases]
+
+    def model(self, weights: Path | None, perturb: float) -> GPTModel:
         megatron_settings = {}
-        if self._plan.model.num_moe_experts:
-            dispatcher = self._options.router.dispatcher
-            megatron_settings["moe_token_dispatcher_type"] = dispatcher
+        if self.plan.model.num_moe_experts:
+            megatron_settings["moe_token_dispatcher_type"] = self.options.router.dispatcher
         model = build_model(
-            self._plan.model,
-            self._plan.parallel,
-            seed=self._options.seed,
-            dtype=self._dtype,
-            device=self._device,
-            init_std=self._options.init_std,
+            self.plan.model,
+            self.plan.parallel,
+            seed=self.options.seed,
+            dtype=getattr(torch, self.dtype),
+            device=self.device,
+            init_std=self.options.init_std,
             perturb=perturb,
             **megatron_settings,
         )
         if weights is not None:
-            load_hf(model, self._plan.model, weights)
+            load_hf(model, self.plan.model, weights)
+        return model
+
+    def engine(self, model: GPTModel) -> RankEngine:
         return RankEngine(
             model=model,
-            spec=self._plan.model,
-            rank=self._rank,
-            log=EventLog(),
-            implementation=self._implementation,
-            loss=self._options.loss,
-            router=self._options.router,
-            pipeline=self._pipeline,
+            spec=self.plan.model,
+            implementation=self.implementation,
+            loss=self.options.loss,
+            router=self.options.router,
+            pipeline=self.pipeline,
         )
 
-    def _phase(self, phase: str) -> list[RankProgram]:
-        return [p for p in self._programs if phase in p.program.phases]
+    def log(self, phase: str, *resident: Iterable[Tensor]) -> PhaseLog:
+        nbytes = resident_bytes(*resident)
+        return PhaseLog(phase, self.rank, self.pipeline.stage, self.device, nbytes)
 
-    def _unknown(self) -> FloatArray:
-        return np.full(len(self.loss_tokens), np.nan)
+    @property
+    def num_runs(self) -> int:
+        return self.options.warmup + self.options.repeat
 
-    def _forward_phase(self, phase: str, engine: RankEngine) -> FloatArray:
-        programs = self._phase(phase)
-        logprobs = self._unknown()
-        runs = []
-        for _ in range(self._options.warmup + self._options.repeat):
-            engine.log = EventLog()
-            engine.start_clock()
-            for rank_program in programs:
-                engine.run(rank_program, phase, logprobs)
-            runs.append(engine.log.finish())
-        self._events.append(median_times(runs[self._options.warmup :]))
-        return self._merge(logprobs, programs, phase)
 
-    def _update_phase(self, engine: RankEngine, phase_inputs: PhaseInputs) -> FloatArray:
-        programs = self._phase("update")
-        logprobs = self._unknown()
-        if not programs:
-            return logprobs
-        model = engine.model
-        engine.gradients = MainGradients(model, ParallelGroups.current())
-        before = [p.detach().clone() for p in model.parameters()]
-        runs = []
-        for _ in range(self._options.warmup + self._options.repeat):
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), before, strict=True):
-                    parameter.copy_(value)
-            engine.optimizer = self._optimizer(engine, engine.gradients)
-            engine.log = EventLog()
-            self._losses, self._norms = [], []
-            self._router_losses, self._expert_loads = [], []
-            engine.start_clock()
-            for rank_program in programs:
-                self._update(engine, rank_program, logprobs, phase_inputs)
-            runs.append(engine.log.finish())
-        self._events.append(median_times(runs[self._options.warmup :]))
-        merged = self._merge(logprobs, programs, "update")
-        self._save(engine)
-        return merged
+def _reference_model(job: _Job) -> GPTModel:
+    options = job.options
+    return job.model(options.reference_weights or options.weights, options.reference_perturb)
 
-    def _optimizer(self, engine: RankEngine, gradients: MainGradients) -> MainAdamW:
-        """A new optimizer, or the one of the checkpoint, with the weights that belong to it."""
-        optimizer = MainAdamW(gradients, self._options.optimizer)
-        if self._resumed_from is not None:
-            load_checkpoint(self._resumed_from, engine.model, optimizer, self._plan.model)
-        return optimizer
 
-    def _save(self, engine: RankEngine) -> None:
-        if self._options.checkpoint is None:
-            return
-        assert engine.optimizer is not None
-        name = checkpoint_name(engine.optimizer.num_steps)
-        self._checkpoint = self._options.checkpoint / name
-        progress = {"trace_hash": self._plan.trace_hash, "iteration": self._plan.iteration}
-        save_checkpoint(
-            self._checkpoint, engine.model, engine.optimizer, self._plan.model, progress
+def _policy_model(job: _Job) -> tuple[GPTModel, Path | None]:
+    """The policy, and the checkpoint that its weights are from."""
+    options, model = job.options, job.model(job.options.weights, perturb=0.0)
+    if options.checkpoint is None:
+        return model, None
+    resumed_from = checkpoint_to_resume(options.checkpoint, options.resume)
+    if resumed_from is not None:
+        # The forward phases need the weights only.
+        gradients = MainGradients(model, ParallelGroups.current())
+        _optimizer(job, model, gradients, resumed_from)
+        gradients.remove_hooks()
+    return model, resumed_from
+
+
+class _Phase(NamedTuple):
+    """What a phase gives: logprobs of all ranks, and this rank's events."""
+
+    logprob: FloatArray
+    events: Events
+
+
+def _forward_phase(job: _Job, phase: str, model_of: Callable[[], GPTModel]) -> _Phase:
+    programs = job.programs_of(phase)
+    if not programs:
+        return _Phase(np.full(len(job.loss_tokens), np.nan), EventLog().finish())
+    engine = job.engine(model_of())
+    runs = []
+    for _ in range(job.num_runs):
+        log = job.log(phase, engine.model.parameters())
+        found = [engine.run(rank_program, log) for rank_program in programs]
+        runs.append(log.finish())
+    logprob = merge_logprobs(job.loss_tokens, found, programs, phase, job.device)
+    return _Phase(logprob, median_times(runs[job.options.warmup :]))
+
+
+class _Step(NamedTuple):
+    """An optimizer step; `expert_load` is None for a dense model, `gradients` may be empty."""
+
+    loss: float
+    norm: float
+    router_loss: float
+    expert_load: FloatArray | None
+    gradients: dict[str, Tensor]
+
+
+class _Update(NamedTuple):
+    phase: _Phase
+    steps: list[_Step]
+    checkpoint: Path | None
+
+
+def _update_phase(
+    job: _Job, model: GPTModel, resumed_from: Path | None, inputs: PhaseInputs
+) -> _Update:
+    """The update, repeated from the same weights as often as the options say.
+
+    Only then a copy of the weights stays on the device, unless a checkpoint has them.
+    """
+    if not job.programs_of("update"):
+        nothing = np.full(len(job.loss_tokens), np.nan)
+        return _Update(_Phase(nothing, EventLog().finish()), [], None)
+    gradients = MainGradients(model, ParallelGroups.current())
+    repeats = job.num_runs > 1 and resumed_from is None
+    copies = [p.detach().clone() for p in model.parameters()] if repeats else []
+    runs = []
+    for number in range(job.num_runs):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), copies, strict=False):
+                parameter.copy_(value)
+        optimizer = _optimizer(job, model, gradients, resumed_from)
+        log = job.log(
+            "update", model.parameters(), gradients.tensors(), optimizer.tensors(), copies
         )
+        steps, found = _all_steps(job, model, gradients, optimizer, log, inputs)
+        runs.append(log.finish())
+        if number < job.num_runs - 1:
+            del optimizer  # before the next one exists
+    programs = job.programs_of("update")
+    logprob = merge_logprobs(job.loss_tokens, found, programs, "update", job.device)
+    phase = _Phase(logprob, median_times(runs[job.options.warmup :]))
+    return _Update(phase, steps, _save(job, model, optimizer))
 
-    def _update(
-        self,
-        engine: RankEngine,
-        rank_program: RankProgram,
-        logprobs: FloatArray,
-        phase_inputs: PhaseInputs,
-    ) -> None:
-        assert engine.gradients is not None
-        inputs = engine.look_ahead(rank_program, phase_inputs)
-        loss = engine.run(rank_program, "update", logprobs, inputs)
-        norm = engine.finish_update(rank_program, "update")
-        if self._options.keep_gradients:
+
+def _all_steps(
+    job: _Job,
+    model: GPTModel,
+    gradients: MainGradients,
+    optimizer: MainAdamW,
+    log: PhaseLog,
+    inputs: PhaseInputs,
+) -> tuple[list[_Step], list[ProgramRun]]:
+    """An optimizer step per mini-batch."""
+    engine, steps, found = job.engine(model), [], []
+    for rank_program in job.programs_of("update"):
+        run = engine.run(rank_program, log, engine.look_ahead(rank_program, inputs))
+        norm = reduce_gradients(gradients, log, rank_program.index)
+        kept = {}
+        if job.options.keep_gradients:
             prefix = f"mini_batch{rank_program.program.mini_batch}."
-            full = gather_full(engine.gradients, ParallelGroups.current())
+            full = gather_full(gradients, ParallelGroups.current())
             if dist.get_rank() == 0:
-                self._gradients |= {prefix + name: value for name, value in full.items()}
-        engine.step(rank_program, "update", norm)
-        total = self._sum(np.array([loss]))
-        self._losses.append(float(total[0]))
-        self._norms.append(norm)
-        routers = engine.router_run
-        self._router_losses.append(routers.loss() if routers else 0.0)
-        if routers:
-            self._expert_loads.append(routers.load().numpy())
+                kept = {prefix + name: value for name, value in full.items()}
+        optimizer_step(optimizer, log, rank_program.index, norm)
+        loss = float(sum_over_ranks(np.array([run.loss]), job.device)[0])
+        routers = run.routers
+        router_loss = routers.loss() if routers else 0.0
+        steps.append(
+            _Step(loss, norm, router_loss, routers.load().numpy() if routers else None, kept)
+        )
+        found.append(run)
+    return steps, found
 
-    def _sum(self, values: FloatArray) -> FloatArray:
-        """Sum over data-parallel ranks and stages; tensor-parallel ranks hold the same values."""
-        mine = values if self._is_first_tensor_rank else np.zeros_like(values)
-        tensor = torch.from_numpy(mine.astype(np.float64)).to(self._device)
-        dist.all_reduce(tensor)
-        return tensor.cpu().numpy()
 
-    @property
-    def _ranks_of_equal_rows(self) -> int:
-        gathers = self._options.router.dispatcher == "allgather"
-        return self._plan.parallel.coupled_ranks if gathers else 1
+def _optimizer(
+    job: _Job, model: GPTModel, gradients: MainGradients, resumed_from: Path | None
+) -> MainAdamW:
+    """A new optimizer, or the one of the checkpoint, with the weights that belong to it."""
+    optimizer = MainAdamW(gradients, job.options.optimizer)
+    if resumed_from is not None:
+        load_checkpoint(resumed_from, model, optimizer, job.plan.model)
+    return optimizer
 
-    @property
-    def _is_first_tensor_rank(self) -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def _merge(self, logprobs: FloatArray, programs: list[RankProgram], phase: str) -> FloatArray:
-        """Logprobs of all last stages; each loss token must be computed by one of them."""
-        mine = ~np.isnan(logprobs)
-        count = self._sum(mine.astype(np.float64))
-        expected = np.zeros(len(logprobs))
-        for rank_program in programs:
-            expected[rank_program.numbers] = 1.0
-        wrong = np.flatnonzero(count != expected)
-        if len(wrong):
-            first = int(wrong[0])
-            raise BackendError(
-                f"phase {phase}: {len(wrong)} of {int(expected.sum())} loss tokens have no finite "
-                f"logprob or were computed twice; the first is token "
-                f"{int(self.loss_tokens.token[first])} of sample "
-                f"{int(self.loss_tokens.sample[first])}, with {int(count[first])} values",
-                "if the model's weights are finite, the plan is wrong: run check_plan on it",
-            )
-        total = self._sum(np.where(mine, logprobs, 0.0))
-        return np.where(expected > 0, total, np.nan)
-
-    def _gather(self, events: Events) -> list[Events]:
-        """Events of all (rank, stage); tensor-parallel ranks do the same at the same time."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, events if self._is_first_tensor_rank else None)
-        return [events for events in gathered if events is not None]
+def _save(job: _Job, model: GPTModel, optimizer: MainAdamW) -> Path | None:
+    if job.options.checkpoint is None:
+        return None
+    path = job.options.checkpoint / checkpoint_name(optimizer.num_steps)
+    progress = {"trace_hash": job.plan.trace_hash, "iteration": job.plan.iteration}
+    save_checkpoint(path, model, optimizer, job.plan.model, progress)
+    return path
 
 
 def fastest_implementation(device: torch.device) -> Implementation:

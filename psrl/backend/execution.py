@@ -1,15 +1,23 @@
 """What an execution leaves behind, and how events of several runs, ranks and phases are joined."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from psrl.backend.train.inputs import LossTokens
+from psrl.backend.train.engine import ProgramRun
+from psrl.backend.train.inputs import LossTokens, RankProgram
+from psrl.core.errors import BackendError
 from psrl.core.plan.plan import PHASES
 from psrl.core.run.events import Events
 from psrl.core.samples.sample import FloatArray
+
+from .compat import parallel_state
 
 
 @dataclass(frozen=True)
@@ -63,3 +71,55 @@ def median_times(runs: list[Events]) -> Events:
         for name in ("start_s", "end_s")
     )
     return replace(runs[-1], start_s=start, end_s=end)
+
+
+def sum_over_ranks(values: FloatArray, device: torch.device) -> FloatArray:
+    """Sum over data-parallel ranks and stages; tensor-parallel ranks hold the same values."""
+    mine = values if _is_first_tensor_rank() else np.zeros_like(values)
+    tensor = torch.from_numpy(mine.astype(np.float64)).to(device)
+    dist.all_reduce(tensor)
+    return np.asarray(tensor.cpu().numpy(), np.float64)
+
+
+def _is_first_tensor_rank() -> bool:
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
+def merge_logprobs(
+    loss_tokens: LossTokens,
+    runs: Sequence[ProgramRun],
+    programs: Sequence[RankProgram],
+    phase: str,
+    device: torch.device,
+) -> FloatArray:
+    """Logprobs of all last stages; each loss token must be computed by one of them.
+
+    Args:
+        runs: of each of the phase's programs on this rank.
+
+    Raises:
+        BackendError: if a loss token has none, or more than one.
+    """
+    mine, expected = np.full(len(loss_tokens), np.nan), np.zeros(len(loss_tokens))
+    for run, rank_program in zip(runs, programs, strict=True):
+        np.copyto(mine, run.logprobs, where=~np.isnan(run.logprobs))
+        expected[rank_program.numbers] = 1.0
+    is_mine = ~np.isnan(mine)
+    count, total = sum_over_ranks(np.stack([is_mine, np.where(is_mine, mine, 0.0)]), device)
+    wrong = np.flatnonzero(count != expected)
+    if len(wrong):
+        first = int(wrong[0])
+        raise BackendError(
+            f"phase {phase}: {len(wrong)} of {int(expected.sum())} loss tokens have no finite "
+            f"logprob or were computed twice; the first is token {int(loss_tokens.token[first])} "
+            f"of sample {int(loss_tokens.sample[first])}, with {int(count[first])} values",
+            "if the model's weights are finite, the plan is wrong: run check_plan on it",
+        )
+    return np.where(expected > 0, total, np.nan)
+
+
+def gather_events(events: Events) -> list[Events]:
+    """Events of all (rank, stage); tensor-parallel ranks do the same at the same time."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, events if _is_first_tensor_rank() else None)
+    return [events for events in gathered if events is not None]

@@ -13,17 +13,18 @@ from psrl.backend.model.model import build_model, hidden_states, logits, rotary_
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.model.tree_spec import TreeSeqParams
 from psrl.backend.options import LossOptions, RouterOptions
-from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.engine import RankEngine, reduce_gradients
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
 from psrl.backend.train.kv_store import BlockStore
 from psrl.backend.train.optimizer import MainGradients
+from psrl.backend.train.phase_log import PhaseLog, resident_bytes
 from psrl.backend.train.pipe import SINGLE_STAGE, Pipeline
 from psrl.backend.train.stage import PhaseInputs
 from psrl.backend.train.tokens import TokenIds, expand_tokens
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.plan.clock import SEND_WINDOW
 from psrl.core.plan.packing import Chain, PackedMicroBatch
-from psrl.core.run.events import EventLog, Events
+from psrl.core.run.events import Events
 from psrl.core.run.relative_error import relative_error as error_of_norms
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from tests import gradient_errors
@@ -138,34 +139,31 @@ def run_case(
         num_stages=pipeline.num_stages,
         coupled_ranks=coupled if router.dispatcher == "allgather" else 1,
     )
+    gradients = MainGradients(model, ParallelGroups.current())
     engine = RankEngine(
         model=model,
         spec=case.spec,
-        rank=rank,
-        log=EventLog(),
         implementation=implementation,
         loss=case.loss,
         router=router,
         pipeline=pipeline,
-        gradients=MainGradients(model, ParallelGroups.current()),
         send_window=send_window,
         store_class=store_class,
     )
-    logprobs = np.full(len(loss_tokens), np.nan)
-    inputs = engine.look_ahead(rank_program, case.inputs)
-    loss = engine.run(rank_program, "update", logprobs, inputs)
-    engine.finish_update(rank_program, "update")
-    assert engine.gradients is not None
-    shared = torch.tensor([loss, *np.nan_to_num(logprobs)], dtype=torch.float64)
+    resident = resident_bytes(model.parameters(), gradients.tensors())
+    log = PhaseLog("update", rank, pipeline.stage, torch.device("cpu"), resident)
+    run = engine.run(rank_program, log, engine.look_ahead(rank_program, case.inputs))
+    reduce_gradients(gradients, log, rank_program.index)
+    shared = torch.tensor([run.loss, *np.nan_to_num(run.logprobs)], dtype=torch.float64)
     torch.distributed.all_reduce(shared)
     shared /= tensor_size
-    full = gather_full(engine.gradients, ParallelGroups.current())
-    reported = engine.router_run
+    full = gather_full(gradients, ParallelGroups.current())
+    reported = run.routers
     return Outcome(
         float(shared[0]) + (reported.loss() if reported else 0.0),
         full,
         shared[1:].numpy(),
-        engine.log.finish(),
+        log.finish(),
         reported.load() if reported else None,
     )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,14 +18,14 @@ from psrl.backend.launch import model_parallel, run_ranks
 from psrl.backend.model.model import build_model
 from psrl.backend.model.parameters import ParallelGroups, gather_full
 from psrl.backend.options import OptimizerOptions
-from psrl.backend.train.engine import RankEngine
+from psrl.backend.train.engine import RankEngine, optimizer_step, reduce_gradients
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
+from psrl.backend.train.phase_log import PhaseLog
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.tokens import TokenIds
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
 from psrl.core.errors import BackendError, ConfigError
-from psrl.core.run.events import EventLog
 from tests.backend.cases import TINY, Case, single_process
 from tests.backend.test_moe import MOE, ROUTER, moe_case
 
@@ -65,23 +64,20 @@ class Trainer:
         engine = RankEngine(
             model=self.model,
             spec=self._spec,
-            rank=rank,
-            log=EventLog(),
             implementation="parts",
             loss=case.loss,
             router=ROUTER,
             pipeline=self._pipeline,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
         )
         tokens = LossTokens(batch)
         ids = TokenIds(batch, self._spec.vocab_size)
         stage = {"stage": self._pipeline.stage, "num_stages": self._pipeline.num_stages}
         mine = prepare_rank_program(0, case.planned.program, rank, batch, ids, tokens, **stage)
         inputs = engine.look_ahead(mine, case.inputs)
-        loss = engine.run(mine, "update", np.full(len(tokens), np.nan), inputs)
-        norm = engine.finish_update(mine, "update")
-        engine.step(mine, "update", norm)
+        log = PhaseLog("update", rank, self._pipeline.stage, torch.device("cpu"), 0)
+        loss = engine.run(mine, log, inputs).loss
+        norm = reduce_gradients(self.gradients, log, mine.index)
+        optimizer_step(self.optimizer, log, mine.index, norm)
         weights = gather_full(self.optimizer.state("main").items(), ParallelGroups.current())
         return Step(loss, norm, weights)
 

@@ -1,23 +1,22 @@
 """Runs one rank's programs op by op on its pipeline stage: messages, events, reduction, step."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from psrl.backend.compat import GPTModel, parallel_state
 from psrl.backend.model.model import stage_rows
 from psrl.backend.model.moe import RouterRun
 from psrl.backend.options import LossOptions, RouterOptions
 from psrl.core.cost.cluster import ModelSpec
-from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS, MemoryState
+from psrl.core.plan.bytes_over_ops import HEAD_CHUNK_TOKENS
 from psrl.core.plan.clock import SEND_WINDOW
 from psrl.core.plan.schedule import Op
-from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP, EventLog
+from psrl.core.run.events import GRADIENT_REDUCTION, OPTIMIZER_STEP
 from psrl.core.samples.sample import FloatArray
 from psrl.kernels.attention.tree_attention import Implementation, prepare_attention
 
@@ -26,57 +25,49 @@ from .kv_store import BlockStore
 from .look_ahead import forward_only
 from .loss import sequence_log_ratios
 from .optimizer import MainAdamW, MainGradients
+from .phase_log import PhaseLog
 from .pipe import SINGLE_STAGE, Pipe, Pipeline
 from .stage import PhaseInputs, StageRun
 
 
-@dataclass
+class ProgramRun(NamedTuple):
+    """What a run of a program gives on this rank.
+
+    Attributes:
+        loss: the rank's share; 0 if the program runs forward only, and on all stages but the last.
+        logprobs: [number of loss tokens] where this rank owns the edge, NaN elsewhere.
+        routers: what the routers reported; None for a dense model.
+        peak_kv_bytes: most cached keys and values with their gradients.
+    """
+
+    loss: float
+    logprobs: FloatArray
+    routers: RouterRun | None
+    peak_kv_bytes: int
+
+
+@dataclass(frozen=True)
 class RankEngine:
     """One stage of the model on one rank, and how its programs run.
 
     Attributes:
-        rank: data-parallel rank, as in the plan.
-        log: gets one row per op; times are relative to `start_clock`, and an op starts when its
-            message has arrived.
         pipeline: the stages, see `psrl.backend.launch.model_parallel`.
-        gradients: None for a model that only runs forward.
         measure_activations: count the bytes that autograd keeps; what a layer recomputes inside
             a backward is not counted.
         send_window: see `psrl.backend.train.pipe.Pipe`.
-        router_run: what the routers reported in the last run; None for a dense model.
         stage_run: makes the run of a program; a subclass may take its loss from elsewhere.
     """
 
     model: GPTModel
     spec: ModelSpec
-    rank: int
-    log: EventLog
     implementation: Implementation
     loss: LossOptions
     router: RouterOptions = field(default_factory=RouterOptions)
     pipeline: Pipeline = SINGLE_STAGE
-    gradients: MainGradients | None = None
-    optimizer: MainAdamW | None = None
     measure_activations: bool = True
     send_window: int = SEND_WINDOW
     store_class: type[BlockStore] = BlockStore
-    router_run: RouterRun | None = None
     stage_run: Callable[..., StageRun] = StageRun
-    _clock_start_s: float = 0.0
-
-    def start_clock(self) -> None:
-        """Set the zero of event times, at the same moment on all ranks."""
-        self._synchronize()
-        dist.barrier()
-        self._clock_start_s = time.perf_counter()
-
-    def _now_s(self) -> float:
-        self._synchronize()
-        return time.perf_counter() - self._clock_start_s
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -86,31 +77,22 @@ class RankEngine:
     def _dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    @property
-    def static_bytes(self) -> int:
-        """Bytes of parameters, main gradients and optimizer state that exist now."""
-        weights = sum(p.nbytes for p in self.model.parameters())
-        gradients = self.gradients.nbytes if self.gradients else 0
-        return weights + gradients + (self.optimizer.nbytes if self.optimizer else 0)
-
     def run(
         self,
         rank_program: RankProgram,
-        phase: str,
-        logprobs: FloatArray,
+        log: PhaseLog | None = None,
         phase_inputs: PhaseInputs | None = None,
-    ) -> float:
-        """Run all ops of a program; returns the rank's share of the loss.
+    ) -> ProgramRun:
+        """Run all ops of a program.
 
-        It is 0 if the program runs forward only, and on all stages but the last.
+        The gradients of an update are left to the hooks of the model's `MainGradients`, not yet
+        reduced.
 
         Args:
-            logprobs: [number of loss tokens] filled where this rank owns the edge.
+            log: gets one row per op, which starts when its message has arrived.
             phase_inputs: needed by an update.
-
-        Gradients of an update are added to `gradients`, not yet reduced.
         """
-        self.router_run = self._new_router_run(rank_program, phase_inputs)
+        routers = self._router_run(rank_program, phase_inputs)
         store = self._store(rank_program)
         stage_run = self.stage_run(
             self.model,
@@ -119,10 +101,10 @@ class RankEngine:
             store,
             self.implementation,
             self.loss,
-            logprobs,
+            np.full(rank_program.num_loss_tokens, np.nan),
             phase_inputs,
-            self.router_run,
-            self.measure_activations,
+            routers,
+            self.measure_activations and log is not None,
         )
         pipe = Pipe(
             self.pipeline,
@@ -132,28 +114,40 @@ class RankEngine:
             self._device,
             send_window=self.send_window,
         )
+        peak_kv_bytes = 0
         for op, next_op in zip_longest(rank_program.ops, rank_program.ops[1:]):
             received = pipe.receive(op)
-            start_s = self._now_s()
+            start_s = 0.0 if log is None else log.now_s()
             store.begin(op)
             result = stage_run.run(op, received)
             if next_op is not None:
                 # The host has time for it while a device computes this op.
                 self._prepare(rank_program, next_op, store)
-            memory = MemoryState(
-                static_bytes=self.static_bytes,
-                activation_bytes=stage_run.activation_bytes,
-                logits_bytes=self._logits_bytes(rank_program.micro_batches[op.micro_batch].edges),
-                kv_bytes=store.kv_bytes,
-                kv_gradient_bytes=store.kv_gradient_bytes,
-            )
+            peak_kv_bytes = max(peak_kv_bytes, store.kv_bytes + store.kv_gradient_bytes)
+            if log is not None:
+                self._log_op(log, rank_program, op, start_s, stage_run)
             store.end(op)
             stage_run.release(op)
-            self._log_op(phase, rank_program, op, start_s, memory)
             pipe.send(op, result)
         pipe.flush()
         store.finish()
-        return stage_run.loss
+        return ProgramRun(stage_run.loss, stage_run.logprobs, routers, peak_kv_bytes)
+
+    def _log_op(
+        self, log: PhaseLog, rank_program: RankProgram, op: Op, start_s: float, stage_run: StageRun
+    ) -> None:
+        inputs = rank_program.micro_batches[op.micro_batch]
+        log.add(
+            rank_program.index,
+            op.kind,
+            start_s,
+            op.micro_batch,
+            0 if op.kind == "backward" else inputs.packed.total_tokens,
+            stage_run.activation_bytes,
+            self._logits_bytes(inputs.edges),
+            stage_run.store.kv_bytes,
+            stage_run.store.kv_gradient_bytes,
+        )
 
     def _prepare(self, rank_program: RankProgram, op: Op, store: BlockStore) -> None:
         """Lay out the attention of an op that comes next."""
@@ -175,24 +169,20 @@ class RankEngine:
         balances = self.spec.num_moe_experts > 0 and self.router.needs_fraction
         if not (self.loss.needs_sequence_ratio or balances):
             return phase_inputs
-        log, self.log = self.log, EventLog()
-        logprobs = np.full(len(phase_inputs.old_logprob), np.nan)
-        self.run(forward_only(rank_program), "update", logprobs)
-        self.log = log
+        found = self.run(forward_only(rank_program))
         if balances:
-            assert self.router_run is not None
-            phase_inputs = replace(
-                phase_inputs, expert_fraction=self.router_run.fractions().to(self._device)
-            )
+            assert found.routers is not None
+            fraction = found.routers.fractions().to(self._device)
+            phase_inputs = replace(phase_inputs, expert_fraction=fraction)
         if self.loss.needs_sequence_ratio:
-            numbers = rank_program.numbers
+            numbers, logprobs = rank_program.numbers, found.logprobs
             logprobs[numbers] = sequence_log_ratios(
                 rank_program.number_sample, logprobs[numbers], phase_inputs.old_logprob[numbers]
             )
             phase_inputs = replace(phase_inputs, sequence_log_ratio=logprobs)
         return phase_inputs
 
-    def _new_router_run(
+    def _router_run(
         self, rank_program: RankProgram, phase_inputs: PhaseInputs | None
     ) -> RouterRun | None:
         if not self.spec.num_moe_experts:
@@ -223,23 +213,6 @@ class RankEngine:
         num_rows = rank_program.micro_batches[micro_batch].num_rows
         return stage_rows(self.model, num_rows), self.spec.hidden_size
 
-    def finish_update(self, rank_program: RankProgram, phase: str) -> float:
-        """Reduce the gradients over the ranks that share weights; returns the full norm."""
-        assert self.gradients is not None, "only an engine with gradients can update"
-        start_s = self._now_s()
-        self.gradients.reduce()
-        self._log_static(phase, rank_program, GRADIENT_REDUCTION, start_s)
-        return self.gradients.norm()
-
-    def step(self, rank_program: RankProgram, phase: str, gradient_norm: float) -> None:
-        """One optimizer step with the reduced gradients, which are zero afterwards."""
-        assert self.gradients is not None
-        assert self.optimizer is not None
-        start_s = self._now_s()
-        self.optimizer.step(gradient_norm)
-        self.gradients.zero()
-        self._log_static(phase, rank_program, OPTIMIZER_STEP, start_s)
-
     def _logits_bytes(self, edges: EdgeInputs | None) -> int:
         """Logits of the largest chunk and their gradient; they are never kept after an op."""
         if edges is None:
@@ -248,36 +221,17 @@ class RankEngine:
         width = self.spec.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         return 2 * rows * width * torch.promote_types(self._dtype, torch.float32).itemsize
 
-    def _log_op(
-        self, phase: str, rank_program: RankProgram, op: Op, start_s: float, memory: MemoryState
-    ) -> None:
-        packed = rank_program.micro_batches[op.micro_batch].packed
-        num_tokens = 0 if op.kind == "backward" else packed.total_tokens
-        self._log(phase, rank_program, op.kind, op.micro_batch, num_tokens, start_s, memory)
 
-    def _log_static(self, phase: str, rank_program: RankProgram, kind: str, start_s: float) -> None:
-        memory = MemoryState(self.static_bytes, 0, 0, 0, 0)
-        self._log(phase, rank_program, kind, -1, 0, start_s, memory)
+def reduce_gradients(gradients: MainGradients, log: PhaseLog, program: int) -> float:
+    """Reduce over the ranks that share weights; returns the norm of the full gradient."""
+    start_s = log.now_s()
+    gradients.reduce()
+    log.add(program, GRADIENT_REDUCTION, start_s)
+    return gradients.norm()
 
-    def _log(
-        self,
-        phase: str,
-        rank_program: RankProgram,
-        kind: str,
-        micro_batch: int,
-        num_tokens: int,
-        start_s: float,
-        memory: MemoryState,
-    ) -> None:
-        self.log.add(
-            phase,
-            rank_program.index,
-            self.rank,
-            self.pipeline.stage,
-            kind,
-            micro_batch,
-            num_tokens,
-            start_s,
-            self._now_s(),
-            memory,
-        )
+
+def optimizer_step(optimizer: MainAdamW, log: PhaseLog, program: int, norm: float) -> None:
+    """One step with the reduced gradients of that norm, which are zero afterwards."""
+    start_s = log.now_s()
+    optimizer.step(norm)
+    log.add(program, OPTIMIZER_STEP, start_s)

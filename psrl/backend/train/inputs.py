@@ -111,6 +111,7 @@ class RankProgram:
         micro_batches: by number; only the last stage has their loss edges.
         numbers, number_sample: loss-token numbers of all ranks together, and their samples; their
             counts normalise the loss.
+        num_loss_tokens: of the whole batch.
         logical_tokens: tokens of all samples of all ranks.
         buffer_rows: rows of the key/value buffer.
     """
@@ -121,6 +122,7 @@ class RankProgram:
     micro_batches: dict[int, MicroBatchInputs]
     numbers: IntArray
     number_sample: IntArray
+    num_loss_tokens: int
     logical_tokens: int
     buffer_rows: int
 
@@ -176,6 +178,7 @@ def prepare_rank_program(
         micro_batches=micro_batches,
         numbers=numbers,
         number_sample=loss_tokens.sample[numbers],
+        num_loss_tokens=len(loss_tokens),
         logical_tokens=samples.logical_tokens,
         buffer_rows=buffer_rows(mine, ops),
     )

@@ -6,7 +6,7 @@ et al., 2020): of each region a rank keeps main weights, momentum and variance o
 updates it, and the ranks exchange the updated weights.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,23 @@ class FlatRegion:
             views[name] = flat[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         return views
+
+    def own_of(self, named: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """This rank's share of what `split` would give, without the whole.
+
+        Args:
+            like: of the share's dtype and device.
+        """
+        own = self.own(like).clone().zero_()
+        share, start = len(own), 0
+        first = share * (0 if self.group is None else self.group.rank())
+        for name, parameter in self.parameters.items():
+            low, high = max(start, first), min(start + parameter.numel(), first + share)
+            if low < high:
+                values = named[name].detach().reshape(-1)
+                own[low - first : high - first] = values[low - start : high - start]
+            start += parameter.numel()
+        return own
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's share of a flat tensor of this region."""
@@ -108,10 +125,6 @@ class MainGradients:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical names and gradients of the rank's slices."""
         return iter(self._views.items())
-
-    @property
-    def nbytes(self) -> int:
-        return self._flat.nbytes
 
     def zero(self) -> None:
         self._flat.zero_()
@@ -190,10 +203,7 @@ class MainAdamW:
         self._gradients = gradients
         self._main = []
         for region, flat in zip(gradients.regions, gradients.flats, strict=True):
-            weights = torch.zeros_like(flat)
-            for name, view in region.split(weights).items():
-                view.copy_(region.parameters[name].detach())
-            self._main.append(region.own(weights).clone().requires_grad_())
+            self._main.append(region.own_of(region.parameters, flat).requires_grad_())
         self._adamw = torch.optim.AdamW(
             self._main,
             lr=options.learning_rate,
@@ -201,20 +211,17 @@ class MainAdamW:
             eps=options.epsilon,
             weight_decay=options.weight_decay,
         )
+        # From the start, so that a model that trains has all its memory before its first step.
+        for main in self._main:
+            self._set_state(main, 0, {kind: torch.zeros_like(main) for kind in STATES[1:]})
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's main weights, momentum and variance."""
-        states = sum(
-            value.nbytes
-            for state in self._adamw.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return states + sum(main.nbytes for main in self._main)
+    def _set_state(self, main: Tensor, num_steps: int, moments: dict[str, Tensor]) -> None:
+        # Torch counts the steps of each tensor in a tensor of its own.
+        step = torch.tensor(float(num_steps), dtype=torch.float32)
+        self._adamw.state[main] = {"step": step, **moments}
 
     def step(self, gradient_norm: float) -> None:
-        """One update; scales the gradients if their norm exceeds the limit."""
+        """One update; scales the gradients if their norm exceeds the limit. They are zero then."""
         limit = self._options.max_gradient_norm
         if gradient_norm > limit:
             self._gradients.scale(limit / gradient_norm)
@@ -225,6 +232,7 @@ class MainAdamW:
         for main in self._main:
             main.grad = None
         self._publish()
+        self._gradients.zero()
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -242,7 +250,7 @@ class MainAdamW:
         return self._adamw.param_groups
 
     def tensors(self) -> list[Tensor]:
-        """This rank's main weights, momentum and variance, where they exist already."""
+        """This rank's main weights, momentum and variance."""
         states = (t for s in self._adamw.state.values() for t in s.values())
         return [*self._main, *(t for t in states if isinstance(t, Tensor) and t.dim())]
 
@@ -261,13 +269,9 @@ class MainAdamW:
         named: dict[str, Tensor] = {}
         for region, main in zip(self._gradients.regions, self._main, strict=True):
             if region.size:
-                own = main.detach() if kind == "main" else self._moment(main, kind)
+                own = main.detach() if kind == "main" else self._adamw.state[main][kind]
                 named |= region.split(region.whole(own))
         return named
-
-    def _moment(self, main: Tensor, kind: str) -> Tensor:
-        state = self._adamw.state.get(main, {})  # empty before the first step
-        return state[kind] if kind in state else torch.zeros_like(main)
 
     @torch.no_grad()
     def restore(self, states: dict[str, dict[str, Tensor]], num_steps: int) -> None:
@@ -279,14 +283,7 @@ class MainAdamW:
         for region, flat, main in zip(
             self._gradients.regions, self._gradients.flats, self._main, strict=True
         ):
-            own = {}
-            for kind in STATES:
-                whole = torch.zeros_like(flat)
-                for name, view in region.split(whole).items():
-                    view.copy_(states[kind][name])
-                own[kind] = region.own(whole).clone()
+            own = {kind: region.own_of(states[kind], flat) for kind in STATES}
             main.copy_(own.pop("main"))
-            # Torch counts the steps of each tensor in a tensor of its own.
-            step = torch.tensor(float(num_steps), dtype=torch.float32)
-            self._adamw.state[main] = {"step": step, **own}
+            self._set_state(main, num_steps, own)
         self._publish()

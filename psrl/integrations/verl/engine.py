@@ -28,7 +28,6 @@ from psrl.backend.options import LossOptions, RouterOptions
 from psrl.backend.train.engine import RankEngine
 from psrl.core.cost.hf_config import model_from_hf_config
 from psrl.core.errors import BackendError
-from psrl.core.run.events import EventLog
 from psrl.integrations.verl.batch.batch_run import BatchRun
 from psrl.integrations.verl.batch.planning import BatchPlanner
 from psrl.integrations.verl.batch.sample_loss import (
@@ -102,8 +101,6 @@ class PsrlEngine(BaseEngine):
         rank_engine = RankEngine(
             model=self.model,
             spec=setup.model,
-            rank=rank,
-            log=EventLog(),
             implementation=fastest_implementation(self._device),
             loss=LossOptions(),
             router=router,
@@ -125,8 +122,6 @@ class PsrlEngine(BaseEngine):
             self.state = TrainingState(
                 self.model, setup.model, self._optimizer_config, self._checkpoint_config
             )
-            rank_engine.gradients = self.state.gradients
-            rank_engine.optimizer = self.state.optimizer
         self._weight_memory = DeviceMemory(lambda: list(self.model.parameters()))
         self._offload_as_configured()
 
@@ -158,8 +153,8 @@ class PsrlEngine(BaseEngine):
             with_entropy=bool(fields.get("calculate_entropy", False)),
             dtype=torch.promote_types(self._dtype, torch.float32),
         )
-        self._run.engine.loss = LossOptions(temperature=temperature(data, fields))
-        metrics = self._run(whole, not forward_only, int(fields["max_token_len_per_gpu"]))
+        scale, max_tokens = temperature(data, fields), int(fields["max_token_len_per_gpu"])
+        metrics = self._run(whole, scale, not forward_only, max_tokens)
         if metrics["psrl/prefix_match_rate"] == 0.0 and dist.get_rank() == 0:
             logger.warning("no samples of this batch share a prefix: nothing to gain, nothing lost")
         if not forward_only and self._export is not None:

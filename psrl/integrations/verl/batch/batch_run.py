@@ -1,6 +1,6 @@
 """Runs a batch of whole samples by a plan, for one of the three phases."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -9,20 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from psrl.backend.compat import parallel_state
+from psrl.backend.options import LossOptions
 from psrl.backend.train.engine import RankEngine
-from psrl.backend.train.inputs import EdgeInputs, RankProgram
+from psrl.backend.train.inputs import EdgeInputs
 from psrl.backend.train.look_ahead import forward_only
 from psrl.backend.train.predictions import edge_predictions
 from psrl.backend.train.stage import PhaseInputs, StageRun
 from psrl.core.errors import BackendError
-from psrl.core.run.events import EventLog
 from psrl.core.samples.sample import FloatArray
 
 from .planning import BatchPlanner
 from .sample_loss import WholeSampleLoss
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchRun:
     """The model on this rank, and who plans for it."""
 
@@ -30,11 +30,11 @@ class BatchRun:
     planner: BatchPlanner
 
     def __call__(
-        self, whole: WholeSampleLoss, is_update: bool, max_tokens: int
+        self, whole: WholeSampleLoss, temperature: float, is_update: bool, max_tokens: int
     ) -> dict[str, float]:
         """Run one phase; `whole` then has the logprobs of all ranks.
 
-        Gradients of an update are added to the engine's, not yet reduced.
+        Gradients of an update are added to the model's, not yet reduced.
 
         Returns:
             Metrics by name, the same on every rank but for times.
@@ -42,43 +42,30 @@ class BatchRun:
         if not whole.samples.batch.num_samples:
             return _metrics(0, 0, 0, 0.0, 0, 0)
         planned, plan_time_s = self.planner.plan(whole.samples, is_update, max_tokens)
-        engine, rank_program = self.engine, planned.rank_program
-        engine.stage_run = partial(VerlStageRun, whole=whole)
-        engine.log = EventLog()
-        engine.start_clock()
-        unknown = np.full(len(whole.samples.loss_tokens), np.nan)
-        inputs = None
+        rank_program, inputs = planned.rank_program, None
+        engine = replace(
+            self.engine,
+            loss=LossOptions(temperature=temperature),
+            stage_run=partial(VerlStageRun, whole=whole),
+        )
         if is_update:
             if not whole.token_wise:
-                self._forward(whole, forward_only(rank_program), None)
+                _share(whole, engine.run(forward_only(rank_program)).logprobs)
                 whole.differentiate()
+            unknown = np.full(len(whole.samples.loss_tokens), np.nan)
             inputs = engine.look_ahead(rank_program, PhaseInputs(unknown, unknown))
-        engine.log = EventLog()
-        self._forward(whole, rank_program, inputs)
+        run = engine.run(rank_program, phase_inputs=inputs)
+        _share(whole, run.logprobs)
+        peak = torch.tensor(run.peak_kv_bytes, device=whole.logprob.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return _metrics(
             planned.logical_tokens,
             planned.unique_tokens,
             planned.executed_tokens,
             plan_time_s,
             len(rank_program.micro_batches),
-            self._peak_kv_bytes(),
+            int(peak),
         )
-
-    def _forward(
-        self, whole: WholeSampleLoss, rank_program: RankProgram, inputs: PhaseInputs | None
-    ) -> None:
-        phase = "log_old_prob" if inputs is None else "update"
-        logprobs = np.full(len(whole.samples.loss_tokens), np.nan)
-        self.engine.run(rank_program, phase, logprobs, inputs)
-        _share(whole, logprobs)
-
-    def _peak_kv_bytes(self) -> int:
-        events = self.engine.log.finish()
-        mine = int((events.kv_bytes + events.kv_gradient_bytes).max(initial=0))
-        device = next(self.engine.model.parameters()).device
-        peak = torch.tensor(mine, device=device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak)
 
 
 @dataclass

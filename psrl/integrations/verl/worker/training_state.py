@@ -70,7 +70,6 @@ class TrainingState:
                 "resume from the last checkpoint with a lower actor_rollout_ref.actor.optim.lr",
             )
         self.optimizer.step(norm)
-        self.gradients.zero()
         return norm
 
     def step_schedule(self) -> float:
