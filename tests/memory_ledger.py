@@ -16,7 +16,7 @@ def held_bytes(activation: str, tokens: int, rows: int, memory: MemoryModel, sta
     """What one micro-batch holds between its forward and its backward."""
     num_stages = memory.parallel.pipeline_model_parallel_size
     if activation == "drop":
-        return 0 if num_stages == 1 else tokens * memory.stage_input_bytes_per_token
+        return tokens * memory.stage_input_bytes_per_token if stage > 0 else 0
     held = tokens * memory.activation_bytes_per_token
     if activation == "recompute":
         held = tokens * memory.recompute_bytes_per_token
@@ -26,9 +26,17 @@ def held_bytes(activation: str, tokens: int, rows: int, memory: MemoryModel, sta
 
 
 def op_by_op(
-    program: Program, tree: PrefixTree, memory: MemoryModel, stage: int
+    program: Program,
+    tree: PrefixTree,
+    memory: MemoryModel,
+    stage: int,
+    with_working_set: bool = True,
 ) -> list[MemoryState]:
     """Bytes during each op of one rank's program on a stage.
+
+    Args:
+        with_working_set: that of one layer, which comes and goes inside an op; an executor
+            measures what micro-batches hold.
 
     Raises:
         PlanError: if a block outlives the program, or is used while it is not alive.
@@ -63,12 +71,12 @@ def op_by_op(
             runs_bare = activation == "recompute"
             for block in reads[op.micro_batch]:
                 cache.touch_gradient(block)
-        if runs_bare:
+        if runs_bare and with_working_set:
             working = tokens * memory.activation_bytes_per_token // memory.layers_per_stage
         logits = min(rows, 1024) * memory.logits_bytes_per_token
         states.append(
             MemoryState(
-                static_bytes=memory.static_bytes,
+                static_bytes=memory.static_bytes_on(stage, program.is_update),
                 activation_bytes=sum(held.values()) + working,
                 logits_bytes=logits if stage == num_stages - 1 else 0,
                 kv_bytes=cache.live_tokens * memory.kv_bytes_per_token,

@@ -35,7 +35,8 @@ def smallest_changes(
         peak_bytes_of: most bytes on a device when planned with another set-up.
     """
     memory_model = MemoryModel(setup.model, setup.cluster, setup.parallel)
-    static_bytes = memory_model.static_bytes
+    last_stage = setup.parallel.pipeline_model_parallel_size - 1
+    static_bytes = memory_model.static_bytes_on(last_stage, is_update=longest_tokens > 0)
     if static_bytes > _limit_bytes(setup):
         least = static_bytes / setup.planning.memory_fraction
         return (

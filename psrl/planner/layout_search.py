@@ -126,7 +126,7 @@ def _with_layout(
 
 def _least_s(problem: PlanningProblem) -> float:
     """No plan of the layout takes less; infinite where its weights do not fit."""
-    if problem.memory_model.static_bytes > problem.memory_limit_bytes:
+    if problem.static_bytes > problem.memory_limit_bytes:
         return float("inf")
     return sum(t.bound.cost_s + t.step_s for t in problem.programs())
 
@@ -134,7 +134,7 @@ def _least_s(problem: PlanningProblem) -> float:
 def _plan_one(
     problem: PlanningProblem, policy: str, least_s: float, fastest_s: float
 ) -> LayoutChoice:
-    setup, static = problem.setup, problem.memory_model.static_bytes
+    setup, static = problem.setup, problem.static_bytes
     nothing = float("inf")
     if least_s == nothing:
         return LayoutChoice(setup, nothing, static, "weights and optimizer exceed the memory")

@@ -72,6 +72,11 @@ class PlanningProblem:
         return self.setup.parallel.pipeline_model_parallel_size
 
     @property
+    def static_bytes(self) -> int:
+        """What the fullest stage holds in all plans of these phases."""
+        return self.memory_model.static_bytes_on(self.num_stages - 1, "update" in self.phases)
+
+    @property
     def memory_limit_bytes(self) -> int:
         planning = self.setup.planning
         return int(self.setup.cluster.device.memory_bytes * planning.memory_fraction)

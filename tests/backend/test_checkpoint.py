@@ -21,7 +21,7 @@ from psrl.backend.options import OptimizerOptions
 from psrl.backend.train.engine import RankEngine, optimizer_step, reduce_gradients
 from psrl.backend.train.inputs import LossTokens, prepare_rank_program
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
-from psrl.backend.train.phase_log import PhaseLog
+from psrl.backend.train.phase_log import PhaseLog, resident_bytes
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.tokens import TokenIds
 from psrl.core.cost.cluster import ModelSpec, ParallelConfig
@@ -200,7 +200,9 @@ def sharded_bytes(parallel: ParallelConfig) -> tuple[int, dict[str, Tensor]]:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, main[name])
             assert not torch.equal(parameter, before[name])
-        return optimizer.nbytes, {n: p.detach().clone() for n, p in model.named_parameters()}
+        return resident_bytes(optimizer.tensors()), {
+            n: p.detach().clone() for n, p in model.named_parameters()
+        }
 
 
 @pytest.mark.slow

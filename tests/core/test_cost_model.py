@@ -346,14 +346,18 @@ def test_held_bytes_by_activation_and_stage() -> None:
         memory.stage_input_bytes_per_token,
     )
     assert kept > again > received
-    assert memory.held_bytes("keep", 5, 3, is_last_stage=False) == 5 * kept
+    tokens, rows = np.array([5, 0]), np.array([3, 0])
+
+    def held(activation: str, stage: int) -> int:
+        found = memory.held_bytes(activation, tokens, rows, stage)
+        assert found[1] == 0
+        return int(found[0])
+
+    assert held("keep", stage=0) == 5 * kept
     head = 5 * memory.final_norm_bytes_per_token + 3 * memory.head_bytes_per_row
-    assert memory.held_bytes("keep", 5, 3, is_last_stage=True) == 5 * kept + head
-    assert memory.held_bytes("recompute", 5, 3, is_last_stage=True) == 5 * again + head
-    for is_last_stage in (False, True):
-        assert memory.held_bytes("drop", 5, 3, is_last_stage) == 5 * received
-    alone = MemoryModel(TINY, cluster(), ParallelConfig())
-    assert alone.held_bytes("drop", 5, 3, is_last_stage=True) == 0
+    assert held("keep", stage=1) == 5 * kept + head
+    assert held("recompute", stage=1) == 5 * again + head
+    assert [held("drop", stage) for stage in (0, 1)] == [0, 5 * received]
 
 
 def test_static_bytes_by_hand() -> None:
@@ -361,4 +365,8 @@ def test_static_bytes_by_hand() -> None:
     layer = attention + 3 * 8 * 16
     parallel = ParallelConfig(pipeline_model_parallel_size=2, data_parallel_size=4)
     memory = MemoryModel(TINY, cluster(), parallel)
-    assert memory.static_bytes == (2 * layer + 32 * 8) * (2 + 4 + 12 // 4)
+    first, last = 2 * layer + 32 * 8, 2 * layer + 32 * 8 + 8
+    assert first % 4 == last % 4 == 0
+    assert memory.static_bytes == last * (2 + 4 + 12 // 4)
+    assert memory.static_bytes_on(0, is_update=True) == first * (2 + 4 + 12 // 4)
+    assert memory.static_bytes_on(1, is_update=False) == memory.weight_bytes_on(1) == last * 2

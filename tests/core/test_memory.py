@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ RECOMPUTE = 2 * 8 * 2 + 2 * 4
 STAGE_INPUT = 8 * 2
 # The last stage also keeps its norm per token, and the hidden state per predicted position.
 NORM = 2 * 8 * 2 + 4
-HEAD = 8 * 2 + 64
+HEAD = 8 * 2 + 40
 KV = 2 * 2 * 4 * 2
 KV_GRADIENT = 2 * 2 * 4 * 4
 LOGITS = 8 * 32
@@ -52,7 +51,7 @@ def account(
     num_stages = memory.parallel.pipeline_model_parallel_size
     order = stage_order(ops, program.is_update, num_stages, stage)
     blocks = block_table(program, ops, tree if program.is_update else None)
-    found = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
+    found = stage_bytes(program, memory, ops, blocks, order, stage)
     return [MemoryState(*row) for row in found.tolist()]
 
 
@@ -138,8 +137,8 @@ def memory_of(plan: Plan) -> MemoryModel:
 
 
 def test_peak_depends_on_when_backwards_run() -> None:
-    """Running forwards ahead of stage 1 makes stage 0 hold more; the last one has the head too."""
+    """A stage that runs ahead holds more; only the first keeps no input of a dropped one."""
     program = hand_program()
     plan, tree = wrap(program, num_ranks=2, num_stages=4), program.tree(hand_batch())
     peaks = [max(s.activation_bytes for s in states(plan, tree, 0, stage)) for stage in range(3)]
-    assert np.all(np.diff(peaks) <= 0)
+    assert peaks[0] + STAGE_INPUT >= peaks[1] >= peaks[2]

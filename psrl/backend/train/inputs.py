@@ -99,6 +99,13 @@ class MicroBatchInputs:
     num_rows: int
     edges: EdgeInputs | None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, which exist as long as the program."""
+        found = [self.token_ids, self.position_ids, self.multiplicity]
+        e = self.edges
+        return found if e is None else [*found, e.rows, e.chunk_row, e.target, e.advantage]
+
 
 @dataclass(frozen=True)
 class RankProgram:

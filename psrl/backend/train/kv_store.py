@@ -182,6 +182,6 @@ class BlockStore:
         return self._buffer.nbytes
 
     @property
-    def buffer_storage(self) -> int:
-        """Address of the buffer, to tell views of it from activations."""
-        return self._buffer.untyped_storage().data_ptr()
+    def buffer(self) -> Tensor:
+        """[layers, 2, rows, G, D] keys and values of all blocks."""
+        return self._buffer

@@ -13,15 +13,12 @@ class SavedBytes:
     What a checkpointed part saves inside itself is not seen: it is dropped at once.
 
     Args:
-        parameters: weights, which exist anyway.
-        storages: addresses of further storages that exist anyway.
+        existing: weights, inputs and what else exists anyway.
         enabled: False counts nothing and costs nothing.
     """
 
-    def __init__(
-        self, parameters: Iterable[Tensor], storages: Iterable[int], enabled: bool = True
-    ) -> None:
-        self._known = {p.untyped_storage().data_ptr() for p in parameters} | set(storages)
+    def __init__(self, existing: Iterable[Tensor], enabled: bool = True) -> None:
+        self._known = {t.untyped_storage().data_ptr() for t in existing}
         self._saved: dict[int, int] = {}
         self._hooks = None
         if enabled:

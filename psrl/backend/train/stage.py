@@ -166,7 +166,8 @@ class StageRun:
             received_TH.requires_grad_()
         held = _Held(received_TH)
         with SavedBytes(
-            [*self.model.parameters()], [self.store.buffer_storage], self.measure_activations
+            [*self.model.parameters(), *inputs.tensors, self.store.buffer],
+            self.measure_activations,
         ) as saved:
             hidden_TH = self._hidden(inputs, received_TH, layer_recompute)
             if self.model.post_process:

@@ -6,13 +6,14 @@ from functools import cached_property
 from psrl.core.samples.sample import IntArray
 
 from .cluster import ClusterSpec, ModelSpec, ParallelConfig
-from .parameters import expert_data_parallel_size, rank_parameters
+from .parameters import expert_data_parallel_size, stage_parameters
 
 # AdamW with fp32 main weights: main weight, momentum and variance.
 OPTIMIZER_BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES_PER_PARAMETER = 4
-# Row, target, number and a handful of float32 terms of the loss, at one edge per predicted row.
-_LOSS_BYTES_PER_ROW = 64
+_NUM_OPTIMIZER_STATES = 3
+# Five terms of a clipped loss with a KL penalty in float64, at one edge per predicted row.
+_LOSS_BYTES_PER_ROW = 40
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,31 @@ class MemoryModel:
 
     @cached_property
     def static_bytes(self) -> int:
-        """Weights, fp32 gradients, and AdamW states sharded over the ranks of equal weights."""
-        parallel, own = self.parallel, rank_parameters(self.model, self.parallel)
+        """What an update holds on the fullest stage, the last, whatever it runs."""
+        return self.static_bytes_on(self.parallel.pipeline_model_parallel_size - 1, is_update=True)
 
-        def per_parameter(num_sharers: int) -> float:
-            optimizer = OPTIMIZER_BYTES_PER_PARAMETER / num_sharers
-            return self.cluster.device.dtype_bytes + GRADIENT_BYTES_PER_PARAMETER + optimizer
+    def weight_bytes_on(self, stage: int) -> int:
+        """The stage's parameters in the working precision."""
+        own = stage_parameters(self.model, self.parallel, stage)
+        return own.total * self.cluster.device.dtype_bytes
 
-        dense = own.dense * per_parameter(parallel.data_parallel_size)
-        return int(dense + own.expert * per_parameter(expert_data_parallel_size(parallel)))
+    def static_bytes_on(self, stage: int, is_update: bool) -> int:
+        """Bytes that stay on a stage: weights, and in an update what trains them.
+
+        That are gradients in float32 or wider, filled up to a multiple of the ranks that reduce
+        them, and AdamW's main weights and moments of the rank's share of these.
+        """
+        static = self.weight_bytes_on(stage)
+        if not is_update:
+            return static
+        own, parallel = stage_parameters(self.model, self.parallel, stage), self.parallel
+        for count, num_sharers in (
+            (own.dense, parallel.data_parallel_size),
+            (own.expert, expert_data_parallel_size(parallel)),
+        ):
+            share = -(-count // num_sharers)
+            static += share * (num_sharers + _NUM_OPTIMIZER_STATES) * self._wide_bytes
+        return static
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
@@ -107,11 +124,7 @@ class MemoryModel:
 
     @cached_property
     def stage_input_bytes_per_token(self) -> int:
-        """What a dropped micro-batch keeps: the hidden states that entered the stage.
-
-        The first stage keeps nothing, token ids aside; the model counts them there too unless it
-        is the only stage.
-        """
+        """What a dropped micro-batch keeps behind the first stage: what entered the stage."""
         return int(self.model.hidden_size * self.cluster.device.dtype_bytes * self._replicated)
 
     @cached_property
@@ -129,7 +142,7 @@ class MemoryModel:
         return self.model.hidden_size * self.cluster.device.dtype_bytes + _LOSS_BYTES_PER_ROW
 
     def held_bytes(
-        self, activation: str, num_tokens: IntArray, head_tokens: IntArray, is_last_stage: bool
+        self, activation: str, num_tokens: IntArray, head_tokens: IntArray, stage: int
     ) -> IntArray:
         """[M] bytes that micro-batches keep on a stage between their forward and their backward.
 
@@ -137,17 +150,17 @@ class MemoryModel:
             activation: keep | recompute | drop, as in the plan.
         """
         if activation == "drop":
-            is_only_stage = self.parallel.pipeline_model_parallel_size == 1
-            return num_tokens * (0 if is_only_stage else self.stage_input_bytes_per_token)
+            return num_tokens * (self.stage_input_bytes_per_token if stage else 0)
         per_token = self.activation_bytes_per_token
         if activation == "recompute":
             per_token = self.recompute_bytes_per_token
-        if not is_last_stage:
+        if stage < self.parallel.pipeline_model_parallel_size - 1:
             return num_tokens * per_token
         per_token += self.final_norm_bytes_per_token
         return num_tokens * per_token + head_tokens * self.head_bytes_per_row
 
     @cached_property
     def logits_bytes_per_token(self) -> int:
-        """fp32 logits and their gradient of one predicted position."""
-        return 8 * self.model.vocab_size // self.parallel.tensor_model_parallel_size
+        """Logits in float32 or wider and their gradient of one predicted position."""
+        width = self.model.vocab_size // self.parallel.tensor_model_parallel_size
+        return 2 * width * self._wide_bytes

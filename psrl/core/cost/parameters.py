@@ -53,3 +53,36 @@ def optimizer_shard(model: ModelSpec, parallel: ParallelConfig) -> float:
     """Parameters whose optimizer states one device keeps (Megatron's distributed optimizer)."""
     dense, expert = rank_parameters(model, parallel)
     return dense / parallel.data_parallel_size + expert / expert_data_parallel_size(parallel)
+
+
+class StageParameters(NamedTuple):
+    """Exactly the parameters of one device of a stage, see `RankParameters`."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def stage_parameters(model: ModelSpec, parallel: ParallelConfig, stage: int) -> StageParameters:
+    """Norms and routers are on every tensor-parallel rank.
+
+    The first stage has the embedding and the last the head, its copy where they are tied over
+    several stages.
+    """
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = model.num_moe_experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
+    whole = (2 + model.num_moe_experts) * model.hidden_size
+    whole += 2 * model.kv_channels if model.qk_layernorm else 0
+    sliced = model.attention_parameters + model.mlp_parameters - experts - whole
+    is_last = stage == pp - 1
+    ends = (stage == 0) + (is_last and not (model.tied_embeddings and pp == 1))
+    layers = model.num_layers // pp
+    return StageParameters(
+        dense=layers * (whole + sliced // tp)
+        + ends * (model.embedding_parameters // tp)
+        + is_last * model.hidden_size,
+        expert=layers * experts // parallel.expert_model_parallel_size,
+    )

@@ -61,14 +61,13 @@ class MicroBatchBytes(NamedTuple):
     logits: IntArray
 
 
-def micro_batch_bytes(
-    table: MicroBatches, memory: MemoryModel, is_last_stage: bool
-) -> MicroBatchBytes:
+def micro_batch_bytes(table: MicroBatches, memory: MemoryModel, stage: int) -> MicroBatchBytes:
     """What each micro-batch of a table adds to a stage, in whichever activation it runs."""
     tokens, head_tokens = table.num_tokens, table.head_tokens
-    in_chunk = np.minimum(head_tokens, HEAD_CHUNK_TOKENS) * is_last_stage
+    is_last = stage == memory.parallel.pipeline_model_parallel_size - 1
+    in_chunk = np.minimum(head_tokens, HEAD_CHUNK_TOKENS) * is_last
     keep, recompute, drop = (
-        memory.held_bytes(activation, tokens, head_tokens, is_last_stage)
+        memory.held_bytes(activation, tokens, head_tokens, stage)
         for activation in ("keep", "recompute", "drop")
     )
     return MicroBatchBytes(
@@ -185,7 +184,7 @@ def stage_bytes(
     ops: OpTable,
     blocks: BlockTable,
     order: IntArray,
-    is_last_stage: bool,
+    stage: int,
 ) -> IntArray:
     """[n, 5] `MemoryState` of every op of a stage, in the stage's order.
 
@@ -196,7 +195,7 @@ def stage_bytes(
         PlanError: if a block is never released, or used while it is not alive.
     """
     table = program.micro_batches.rows(sorted_by_rank(program.micro_batches)[0])
-    sizes = micro_batch_bytes(table, memory, is_last_stage)
+    sizes = micro_batch_bytes(table, memory, stage)
     repeats, drops = (table.activation == kind for kind in ("recompute", "drop"))
     first = np.where(drops, sizes.drop, np.where(repeats, sizes.recompute, sizes.keep))
     last = np.where(drops, sizes.keep, first)
@@ -211,7 +210,7 @@ def stage_bytes(
     live, gradient = _live_tokens(ops, blocks, order, len(table))
     return np.stack(
         [
-            np.full(len(order), memory.static_bytes),
+            np.full(len(order), memory.static_bytes_on(stage, program.is_update)),
             _running(begins[which], ends[which], ops) + works[which],
             sizes.logits[which[1]],
             live * memory.kv_bytes_per_token,
@@ -263,8 +262,13 @@ def _running(begins: IntArray, ends: IntArray, ops: OpTable) -> IntArray:
     return running
 
 
+def fullest_stages(num_stages: int) -> list[int]:
+    """Stages of which one has the peak: most forwards ahead, behind the first too, and the head."""
+    return sorted({0, min(1, num_stages - 1), num_stages - 1})
+
+
 def peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
-    """Most bytes on a device of a rank; the first stage holds most, the last has logits.
+    """Most bytes on a device of a rank.
 
     Args:
         program: one rank's program.
@@ -272,12 +276,11 @@ def peak_bytes(program: Program, tree: PrefixTree, memory: MemoryModel) -> int:
     """
     num_stages = memory.parallel.pipeline_model_parallel_size
     ops = op_table(program)
-    if not len(ops.kind):
-        return memory.static_bytes
     blocks = block_table(program, ops, tree if program.is_update else None)
     peak = 0
-    for stage in {0, num_stages - 1}:
+    for stage in fullest_stages(num_stages):
         order = stage_order(ops, program.is_update, num_stages, stage)
-        states = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
-        peak = max(peak, int(states.sum(axis=1).max()))
+        states = stage_bytes(program, memory, ops, blocks, order, stage)
+        at_rest = memory.static_bytes_on(stage, program.is_update)
+        peak = max(peak, int(states.sum(axis=1).max(initial=at_rest)))
     return peak

@@ -212,7 +212,7 @@ def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: fl
     blocks = block_table(program, ops, ranked.tree if program.is_update else None)
     for stage in range(num_stages):
         order = stage_order(ops, program.is_update, num_stages, stage)
-        states = stage_bytes(program, memory, ops, blocks, order, stage == num_stages - 1)
+        states = stage_bytes(program, memory, ops, blocks, order, stage)
         total = states.sum(axis=1)
         peak_bytes = max(peak_bytes, int(total.max(initial=0)))
         if not (total > limit).any():

@@ -20,6 +20,7 @@ from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.bytes_over_ops import (
     MemoryState,
     block_table,
+    fullest_stages,
     micro_batch_bytes,
     stage_bytes,
 )
@@ -40,7 +41,7 @@ _ACTIVATIONS = MemoryState._fields.index("activation_bytes")
 class ActivationBytes:
     """Bytes on the fullest stages during each op, by what each micro-batch keeps.
 
-    Rows are the forwards and backwards of every rank in step, on the first and the last stage.
+    Rows are the forwards and backwards of every rank in step, on the `fullest_stages`.
 
     Attributes:
         fixed: [T] weights, caches and logits.
@@ -95,7 +96,7 @@ def activation_bytes(
     parts = [
         _bytes_on_stage(program, tree, memory, stage)
         for program in programs
-        for stage in sorted({0, num_stages - 1})
+        for stage in fullest_stages(num_stages)
     ]
     shift = np.cumsum([0, *(len(p.fixed) for p in parts)])
     return ActivationBytes(
@@ -113,7 +114,6 @@ def _bytes_on_stage(
     program: Program, tree: PrefixTree, memory: MemoryModel, stage: int
 ) -> ActivationBytes:
     num_stages = memory.parallel.pipeline_model_parallel_size
-    is_last = stage == num_stages - 1
     table = program.micro_batches
     kept = replace(
         program,
@@ -122,8 +122,8 @@ def _bytes_on_stage(
     )
     ops = op_table(kept)
     order = stage_order(ops, program.is_update, num_stages, stage)
-    states = stage_bytes(kept, memory, ops, block_table(kept, ops, tree), order, is_last)
-    sizes = micro_batch_bytes(table, memory, is_last)
+    states = stage_bytes(kept, memory, ops, block_table(kept, ops, tree), order, stage)
+    sizes = micro_batch_bytes(table, memory, stage)
     at = np.empty((2, len(table)), np.int64)
     at[ops.kind[order], ops.row[order]] = np.arange(len(order))
     when = np.arange(len(order))[:, None]

@@ -162,7 +162,9 @@ def best_group_program(
     """
     problem, subproblem = rank_trees[0].placement.problem, rank_trees[0].placement.subproblem
     worth = memory_weight / problem.memory_limit_bytes
-    least_factor = 1.0 + worth * problem.memory_model.static_bytes
+    least_factor = 1.0 + worth * problem.memory_model.static_bytes_on(
+        problem.num_stages - 1, subproblem.is_update
+    )
     best: _Candidate | None = None
     best_s = float("inf")
 

@@ -65,7 +65,8 @@ def _program_columns(
         ):
             code[at], start_s[at], end_s[at] = kind, start, end
     memory = work.memory.reshape(-1, len(MemoryState._fields))
-    at_rest = {"static_bytes": work.static_bytes}
+    states = {name: spread(memory[op_rows, i], 0) for i, name in enumerate(MemoryState._fields)}
+    states["static_bytes"] = np.repeat(work.static_bytes[stage], count + num_extra)
     return {
         "program": np.full(total, work.program),
         "rank": np.repeat(np.repeat(np.arange(len(twin)), num_stages), count + num_extra),
@@ -75,8 +76,5 @@ def _program_columns(
         "num_tokens": spread(num_tokens[row], 0),
         "start_s": start_s,
         "end_s": end_s,
-        **{
-            name: spread(memory[op_rows, i], at_rest.get(name, 0))
-            for i, name in enumerate(MemoryState._fields)
-        },
+        **states,
     }

@@ -30,7 +30,7 @@ class ProgramWork(ProgramOps):
         ranks: [K] the ranks that are simulated; others do exactly what one of them does.
         micro_batch, num_tokens: [M]
         memory: [P, n, 5] `MemoryState` of each op.
-        static_bytes: what stays after the last op.
+        static_bytes: [P] what stays after the last op.
     """
 
     program: int
@@ -38,7 +38,7 @@ class ProgramWork(ProgramOps):
     micro_batch: IntArray
     num_tokens: IntArray
     memory: IntArray
-    static_bytes: int
+    static_bytes: IntArray
 
 
 def phase_work(
@@ -108,8 +108,7 @@ def _work(
     states = np.empty((*duration_s.shape, 5), np.int64)
     for stage in range(num_stages):
         order = stage_order(ops, is_update, num_stages, stage)
-        is_last = stage == num_stages - 1
-        states[stage] = stage_bytes(program, memory, ops, tables.blocks, order, is_last)
+        states[stage] = stage_bytes(program, memory, ops, tables.blocks, order, stage)
     if effect is not None:
         states[..., _KV] = effect.live_tokens * memory.kv_bytes_per_token
         kept = effect.kept_input_tokens * memory.stage_input_bytes_per_token
@@ -121,5 +120,5 @@ def _work(
         micro_batch=table.micro_batch,
         num_tokens=table.num_tokens,
         memory=states,
-        static_bytes=memory.static_bytes,
+        static_bytes=np.array([memory.static_bytes_on(s, is_update) for s in range(num_stages)]),
     )
