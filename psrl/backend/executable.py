@@ -1,6 +1,7 @@
 """Whether a plan can be executed: what can be checked before torch is imported or a rank starts."""
 
 from psrl.core.cost.cluster import check_layout
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import ConfigError, PlanError
 from psrl.core.plan.check_ops import check_op_patterns
 from psrl.core.plan.plan import PHASES, Plan
@@ -27,6 +28,22 @@ def check_executable(plan: Plan, trace: Trace, options: ExecuteOptions) -> None:
     check_layout(plan.model, plan.cluster, plan.parallel)
     for index, program in enumerate(plan.programs):
         check_op_patterns(index, program, plan.parallel)
+    if "update" in phases and options.num_runs > 1:
+        _check_copy(plan)
+
+
+def _check_copy(plan: Plan) -> None:
+    """Whether the copy of the weights that a repeated update keeps fits beside the plan."""
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    copy = memory.weight_bytes_on(plan.parallel.pipeline_model_parallel_size - 1)
+    peak = max(int(plan.predicted.get("peak_memory_bytes", 0)), memory.static_bytes)
+    limit, gib = plan.cluster.device.memory_bytes, 2**30
+    if peak + copy > limit:
+        raise ConfigError(
+            f"to repeat the update, a copy of the weights ({copy / gib:.2f} GiB) stays on the "
+            f"device beside the plan's {peak / gib:.2f} GiB: more than its {limit / gib:.2f} GiB",
+            "run it once: --repeat 1 --warmup 0",
+        )
 
 
 def working_dtype(plan: Plan, options: PhaseOptions) -> DtypeName:

@@ -178,10 +178,6 @@ class _Job:
         nbytes = resident_bytes(*resident)
         return PhaseLog(phase, self.rank, self.pipeline.stage, self.device, nbytes)
 
-    @property
-    def num_runs(self) -> int:
-        return self.options.warmup + self.options.repeat
-
 
 def _reference_model(job: _Job) -> GPTModel:
     options = job.options
@@ -215,7 +211,7 @@ def _forward_phase(job: _Job, phase: str, model_of: Callable[[], GPTModel]) -> _
         return _Phase(np.full(len(job.loss_tokens), np.nan), EventLog().finish())
     engine = job.engine(model_of())
     runs = []
-    for _ in range(job.num_runs):
+    for _ in range(job.options.num_runs):
         log = job.log(phase, engine.model.parameters())
         found = [engine.run(rank_program, log) for rank_program in programs]
         runs.append(log.finish())
@@ -250,10 +246,10 @@ def _update_phase(
         nothing = np.full(len(job.loss_tokens), np.nan)
         return _Update(_Phase(nothing, EventLog().finish()), [], None)
     gradients = MainGradients(model, ParallelGroups.current())
-    repeats = job.num_runs > 1 and resumed_from is None
-    copies = [p.detach().clone() for p in model.parameters()] if repeats else []
+    is_copied = job.options.num_runs > 1 and resumed_from is None
+    copies = [p.detach().clone() for p in model.parameters()] if is_copied else []
     runs = []
-    for number in range(job.num_runs):
+    for number in range(job.options.num_runs):
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), copies, strict=False):
                 parameter.copy_(value)
@@ -263,7 +259,7 @@ def _update_phase(
         )
         steps, found = _all_steps(job, model, gradients, optimizer, log, inputs)
         runs.append(log.finish())
-        if number < job.num_runs - 1:
+        if number < job.options.num_runs - 1:
             del optimizer  # before the next one exists
     programs = job.programs_of("update")
     logprob = merge_logprobs(job.loss_tokens, found, programs, "update", job.device)

@@ -204,6 +204,11 @@ class PhaseOptions:
     optimizer: OptimizerOptions = OptimizerOptions()
     router: RouterOptions = RouterOptions()
 
+    @property
+    def num_runs(self) -> int:
+        """How often every phase runs."""
+        return self.warmup + self.repeat
+
     def conflicts(self) -> Iterator[str]:
         """Options that do not go together."""
         if self.weights is not None:

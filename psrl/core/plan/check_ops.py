@@ -207,14 +207,15 @@ def check_memory(ranked: ProgramByRank, memory: MemoryModel, memory_fraction: fl
     device_bytes = memory.cluster.device.memory_bytes
     limit = math.inf if memory_fraction is None else device_bytes * memory_fraction
     num_stages, gib = memory.parallel.pipeline_model_parallel_size, 2**30
-    peak_bytes = memory.static_bytes
+    peak_bytes = 0
     program, ops = ranked.program, op_table(ranked.program, ranked.num_ranks)
     blocks = block_table(program, ops, ranked.tree if program.is_update else None)
     for stage in range(num_stages):
         order = stage_order(ops, program.is_update, num_stages, stage)
         states = stage_bytes(program, memory, ops, blocks, order, stage)
         total = states.sum(axis=1)
-        peak_bytes = max(peak_bytes, int(total.max(initial=0)))
+        at_rest = memory.static_bytes_on(stage, program.is_update)
+        peak_bytes = max(peak_bytes, int(total.max(initial=at_rest)))
         if not (total > limit).any():
             continue
         worst = int(total.argmax())

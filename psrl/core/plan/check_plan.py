@@ -60,7 +60,7 @@ def check_plan(
         raise PlanError(f"rule 11: {error.message}", error.hint) from None
     check_phases(plan, batch)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
-    built, peak_bytes = [], memory.static_bytes
+    built, peak_bytes = [], 0
     for index, program in enumerate(plan.programs):
         _check_sharing(index, program)
         samples = batch.select(program.assignments.sample)

@@ -13,6 +13,7 @@ import torch
 from psrl.backend.train.inputs import RankProgram, prepare_rank_program
 from psrl.backend.train.pipe import Pipeline
 from psrl.backend.train.tokens import TokenIds
+from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.run.config import Setup
 from psrl.core.samples.trace import batch_hash
 from psrl.planner import PlanningProblem, make_plan
@@ -58,6 +59,16 @@ class BatchPlanner:
     device: torch.device
     coupled_ranks: int = 1
 
+    @property
+    def _trained_bytes(self) -> int:
+        """Gradients and optimizer, which an actor may keep on the device in its forward phases.
+
+        Those of the reference leave the same room, so that both run the same plans.
+        """
+        setup = self.setup
+        memory = MemoryModel(setup.model, setup.cluster, setup.parallel)
+        return memory.static_bytes - memory.weight_bytes_on(self.pipeline.num_stages - 1)
+
     def plan(
         self, samples: WholeSamples, is_update: bool, max_tokens: int
     ) -> tuple[PlannedBatch, float]:
@@ -69,7 +80,12 @@ class BatchPlanner:
         Raises:
             InfeasibleError: if no plan fits the device memory.
         """
-        planning = self.setup.planning.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
+        fraction = self.setup.planning.memory_fraction
+        if not is_update:
+            fraction -= self._trained_bytes / self.setup.cluster.device.memory_bytes
+        planning = self.setup.planning.model_copy(
+            update={"max_tokens_per_micro_batch": max_tokens, "memory_fraction": fraction}
+        )
         setup = self.setup.model_copy(update={"planning": planning})
         digest = batch_hash(samples.batch)
         place = (self.policy, self.rank, self.pipeline.stage, str(self.device))
