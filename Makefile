@@ -22,7 +22,7 @@ export TORCHDYNAMO_DISABLE := 1
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-fast test-megatron-next test-verl bench fmt lint type imports check clean
+.PHONY: help setup demo readme test test-fast test-megatron-next test-verl bench fmt lint type imports check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP) ## From a trace to a report, on a CPU
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+readme: $(STAMP) ## The tables and pictures of README.md, computed again
+	$(BIN)/python examples/readme_table.py --write
 
 test: test-fast ## All tests, the fast ones first
 	$(PYTEST) -m "slow or gpu"

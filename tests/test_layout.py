@@ -44,7 +44,7 @@ def test_root_link_points_into_the_package(name: str) -> None:
 
 @pytest.mark.slow
 def test_rooms_without_a_gpu_import_no_gpu_stack() -> None:
-    rooms = ["core", "traces", "sim", "planner", "analysis", "cli"]
+    rooms = ["core", "traces", "sim", "planner", "analysis", "api", "paper", "cli"]
     result = run_python("-c", IMPORT_AND_REPORT, *(f"psrl.{room}" for room in rooms))
     assert result.returncode == 0, result.stderr
 

@@ -33,8 +33,9 @@ def comparison_table(run: Path, baseline: str = "verl") -> pd.DataFrame:
     """One row per policy, the baseline first; NaN where a policy has no such number.
 
     Columns are the metrics of docs/metrics.md, and relative to the baseline `speedup` (its time
-    over the policy's; also per update and forward phases) and `memory_ratio` (the policy's peak
-    over its peak). Wall time to plan comes from the manifest, if that is written yet.
+    over the policy's; also per update and forward phases), `flop_ratio`, `speedup_bound` and
+    `memory_ratio` (the policy's peak over its peak); `merged_speedup` is the speed-up over
+    merged_dense. Wall time to plan comes from the manifest, if that is written yet.
 
     Raises:
         ConfigError: naming the file or key that is missing.
@@ -54,11 +55,14 @@ def policy_table(comparison: Comparison) -> pd.DataFrame:
             "policy": policy,
             "makespan_s": comparison.makespan_s(policy),
             "speedup": comparison.speedup(policy),
+            "merged_speedup": comparison.over_merged(policy),
             "update_makespan_s": comparison.makespan_s(policy, update),
             "update_speedup": comparison.speedup(policy, update),
             "forward_makespan_s": comparison.makespan_s(policy, forward),
             "forward_speedup": comparison.speedup(policy, forward),
         }
+        row["flop_ratio"] = comparison.flop_ratio(policy)
+        row["speedup_bound"] = comparison.bound(policy)
         row |= {k: math.nan if metrics[k] is None else metrics[k] for k in _COPIED}
         row["memory_ratio"] = metrics["peak_memory_bytes"] / base["peak_memory_bytes"]
         row["plan_time_s"] = comparison.plan_time_s.get(policy, math.nan)
@@ -93,6 +97,8 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
         f"time ({time.name})": time.column(table["makespan_s"].tolist()),
         "speed-up": [times(v) for v in table["speedup"]],
     }
+    if table["merged_speedup"].notna().any():
+        shown["over merged"] = [times(v) for v in table["merged_speedup"]]
     if has_update and has_forward:
         shown["update"] = [times(v) for v in table["update_speedup"]]
         shown["forward"] = [times(v) for v in table["forward_speedup"]]
@@ -179,7 +185,7 @@ def aligned(shown: pd.DataFrame) -> str:
     padded = []
     for name, cells in zip(shown.columns, columns, strict=True):
         width = max(map(len, cells))
-        left = name in ("policy", "phase")
+        left = name in ("policy", "phase", "rung")
         padded.append([c.ljust(width) if left else c.rjust(width) for c in cells])
     lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -1,30 +1,24 @@
 """`psrl compare`: policies on one trace, or a simulated run against the executed one."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from psrl.backend.options import DTYPE_OF_BYTES, ExecuteOptions, PhaseOptions, changed
-from psrl.core.cost.calibrated_cost_model import prediction_warnings
-from psrl.core.errors import ConfigError, ExitCode
+from psrl.core.errors import ConfigError, ExitCode, ToleranceError
 from psrl.core.files import IfExists
-from psrl.core.plan.plan import PHASES, Plan
-from psrl.core.run.config import Setup, load_setup
-from psrl.core.run.events import Events
-from psrl.core.run.metrics import run_metrics
+from psrl.core.plan.plan import PHASES
+from psrl.core.plan.policy_names import DEFAULT_POLICIES
+from psrl.core.run.config import load_setup
 from psrl.core.run.run_directory import RunDir
-from psrl.core.samples.sample import SampleBatch
-from psrl.core.samples.trace import Trace, open_trace
+from psrl.core.samples.trace import open_trace
 
-from .execute_commands import execute_policies, format_exactness, require_exact
-from .output import OutputOptions, print_result
-from .plan_commands import format_warnings
-from .trace_output import format_stats, mode_stats
+from .execute_commands import execute_policies, format_exactness
+from .output import OutputOptions, format_warnings
+from .trace_commands import format_stats
 
 # Largest relative difference that rounding explains.
 TOLERANCE = {"bfloat16": 2.5e-2, "float32": 5e-6, "float64": 1e-10}
-DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,7 @@ class Compare:
     """largest relative error of a phase's time and peak memory with --measured; exit code 4 beyond
     it, or if op order or cached bytes differ at all"""
     policies: tuple[str, ...] = DEFAULT_POLICIES
+    """merged_dense, dense training of step samples merged where that is exact, is added to them"""
     baseline: str = "verl"
     """policy that speed-ups refer to; it must be among the policies"""
     execute: tuple[str, ...] = ()
@@ -79,79 +74,72 @@ class Compare:
                 "add --execute POLICY ..., or leave these flags out",
             )
 
-    def _compare_with_measured(self) -> ExitCode:
-        from .agreement import compare_with_measured
-
-        others = (self.trace, self.cluster, self.execute)
-        if self.measured is None or self.simulated is None or any(others):
-            raise ConfigError(
-                "a measured run is compared with a simulated one and nothing else",
-                "pass --measured RUN and --simulated RUN, without --trace, --cluster and --execute",
-            )
-        return compare_with_measured(
-            self.measured,
-            self.simulated,
-            self.tolerance,
-            self.run_dir,
-            self.if_exists,
-            self.output,
-        )
-
     def _compare_policies(self, trace_path: Path, cluster: Path, run_dir: Path) -> ExitCode:
+        from psrl.analysis.report.ladder import display_ladder, ladder
         from psrl.analysis.report.report import write_report
+        from psrl.analysis.report.sentences import merging_sentence
         from psrl.analysis.tables import (
+            aligned,
             executed_table,
             format_comparison,
             format_executed,
             write_comparison,
         )
+        from psrl.api.comparison import compare, comparison_details
+        from psrl.api.execution import require_exact
 
         self._check_names()
-        setup = load_setup(cluster, self.set)
-        trace = open_trace(trace_path)
-        batch = trace.iteration(self.iteration)
+        setup, trace = load_setup(cluster, self.set), open_trace(trace_path)
         if self.execute:
             self.execution.check(setup.model, PHASES)
-        details = {"trace_hash": trace.content_hash, "kind": "comparison"}
         dtype = self.execution.dtype or DTYPE_OF_BYTES[setup.cluster.device.dtype_bytes]
         tolerance = TOLERANCE[dtype]
         differences: list[dict[str, Any]] = []
-        inputs = [trace_path, cluster]
+        details, inputs = comparison_details(trace), (trace_path, cluster)
         with RunDir(run_dir, "compare", self.if_exists, details, inputs) as run:
-            stats = mode_stats(trace, batch)
-            self._say(format_stats(stats))
-            self._write_inputs(run, setup, trace, stats)
-            plan_time_s, warnings = self._plan_and_simulate(run, setup, trace, batch)
-            run.note(plan_time_s=plan_time_s)
+            compared = compare(
+                trace,
+                setup,
+                self.policies,
+                baseline=self.baseline,
+                iteration=self.iteration,
+                step=self.output.step,
+                progress=self.output.progress,
+            )
+            compared.write(run, {"cluster": str(cluster), "set": list(self.set)})
             if self.execute:
                 options = ExecuteOptions(**vars(self.execution), keep_gradients=True)
                 differences = execute_policies(
                     run, self.execute, self.baseline, trace, options, tolerance, self.output
                 )
             with self.output.step("writing tables, plots and report"):
-                table = write_comparison(run.path, self.baseline)
+                write_comparison(run.path, self.baseline)
                 write_report(run.path, self.baseline, run_dir)
-            table["plan_time_s"] = [plan_time_s[name] for name in table["policy"]]
-            text = "\nsimulated\n" + format_comparison(table)
-            if warnings:
-                text += "\n\n" + "\n".join(format_warnings(warnings))
-            if self.execute:
-                executed = executed_table(run.path, self.baseline)
-                text += "\n\nexecuted\n" + format_executed(executed)
-                text += f"\n\nagainst {self.baseline}\n" + format_exactness(differences)
+            executed = executed_table(run.path, self.baseline) if self.execute else None
+        table, warnings, summary = compared.table(), compared.warnings, compared.summary()
+        parts = [format_stats(compared.sharing), "simulated\n" + format_comparison(table)]
+        rungs = ladder(summary)
+        if len(rungs):
+            parts.append(f"ladder\n{aligned(display_ladder(rungs))}")
+        if summary.merging is not None:
+            parts.append(merging_sentence(summary))
+        if warnings:
+            parts.append("\n".join(format_warnings(warnings)))
+        if executed is not None:
+            parts.append("executed\n" + format_executed(executed))
+            parts.append(f"against {self.baseline}\n" + format_exactness(differences))
         result = {
             "run": str(run_dir),
             "policies": table.to_dict("records"),
+            "ladder": rungs.to_dict("records"),
+            "merging": summary.merging,
             "differences": differences,
             "warnings": warnings,
         }
-        self.output.emit(result, f"{text}\n\nreport: {run_dir / 'report.html'}")
+        parts.append(f"report: {run_dir / 'report.html'}")
+        self.output.emit(result, "\n\n".join(parts))
         require_exact(differences)
         return ExitCode.OK
-
-    def _say(self, text: str) -> None:
-        if not self.output.json:
-            print_result(text)
 
     def _check_names(self) -> None:
         for name in self.policies:
@@ -160,84 +148,63 @@ class Compare:
                     f"policy {name!r}: a comparison keeps each policy in a folder of its name",
                     "pass module:function, or file.py:function from the file's own folder",
                 )
-        executed = (self.baseline, *self.execute) if self.execute else ()
         if self.execute and self.baseline not in self.execute:
             raise ConfigError(
                 f"the baseline {self.baseline!r} is not executed, so nothing can be compared",
                 f"add it: --execute {' '.join((self.baseline, *self.execute))}",
             )
-        for name in (self.baseline, *executed):
+        for name in self.execute:
             if name not in self.policies:
                 raise ConfigError(
                     f"{name!r} is not among the compared policies {', '.join(self.policies)}",
                     f"add it: --policies {' '.join((*self.policies, name))}",
                 )
 
-    def _write_inputs(
-        self, run: RunDir, setup: Setup, trace: Trace, stats: dict[str, dict[str, Any]]
-    ) -> None:
-        header = trace.header
-        run.write_json("setup.json", setup.model_dump())
-        run.write_json(
-            "config.json",
-            {
-                "trace": str(self.trace),
-                "cluster": str(self.cluster),
-                "iteration": self.iteration,
-                "policies": list(self.policies),
-                "baseline": self.baseline,
-                "set": list(self.set),
-            },
+    def _compare_with_measured(self) -> ExitCode:
+        """Print the agreement of two runs of one plan, phase by phase.
+
+        Raises:
+            ToleranceError: if they disagree.
+        """
+        from psrl.analysis.figures.agreement_plots import write_kv_curves
+        from psrl.analysis.simulated_vs_measured import (
+            agreement,
+            disagreements,
+            format_agreement,
+            kv_curves,
         )
-        run.write_json(
-            "sharing.json",
-            {
-                **stats,
-                "trace": {
-                    "path": str(self.trace),
-                    "content_hash": trace.content_hash,
-                    "source": header.source,
-                    "licence": header.licence,
-                    "sampling_mode": header.sampling_mode,
-                },
-            },
+        from psrl.analysis.tables import write_csv
+
+        measured, simulated, others = (
+            self.measured,
+            self.simulated,
+            (self.trace, self.cluster, self.execute),
         )
-
-    def _plan_and_simulate(
-        self, run: RunDir, setup: Setup, trace: Trace, batch: SampleBatch
-    ) -> tuple[dict[str, float], list[str]]:
-        """Planning time per policy, and warnings about the predictions."""
-        from psrl.analysis.report.merge_warnings import merge_warnings
-        from psrl.planner import PlanningProblem, make_plan
-        from psrl.sim.breakdown import speedup_factors
-        from psrl.sim.replay.engine import simulate
-
-        from .simulate_output import iteration_section, show_progress
-
-        problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
-        plans: dict[str, Plan] = {}
-        events: dict[str, Events] = {}
-        plan_time_s: dict[str, float] = {}
-        warnings: dict[str, tuple[str, ...]] = {}
-        for name in self.policies:
-            folder = run.path / "policies" / name
-            folder.mkdir(parents=True)
-            with self.output.step(f"planning and simulating {name}"):
-                started_s = time.perf_counter()
-                plans[name] = make_plan(problem, name)
-                plan_time_s[name] = time.perf_counter() - started_s
-                plans[name].save(folder / "plan")
-                progress = None if self.output.quiet or self.output.json else show_progress()
-                events[name] = simulate(plans[name], batch, progress=progress)
-            events[name].save(folder / "events.parquet")
-            metrics = run_metrics(plans[name], batch, events[name])
-            warnings[name] = prediction_warnings(plans[name])
-            metrics["warnings"] = list(warnings[name])
-            metrics |= iteration_section(batch, metrics, None, None)
-            run.write_json(f"policies/{name}/metrics.json", metrics)
-        for name in self.policies:
-            factors = speedup_factors(
-                plans[self.baseline], events[self.baseline], plans[name], events[name], batch
+        if measured is None or simulated is None or any(others):
+            raise ConfigError(
+                "a measured run is compared with a simulated one and nothing else",
+                "pass --measured RUN and --simulated RUN, without --trace, --cluster and --execute",
             )
-            run.write_json(f"policies/{name}/factors.json", factors)
-        return plan_time_s, merge_warnings(warnings)
+        if not self.tolerance >= 0:
+            raise ConfigError(f"--tolerance {self.tolerance} is negative", "0.1 means 10 %")
+        table = agreement(measured, simulated)
+        found = disagreements(table, self.tolerance)
+        rows = table.to_dict("records")
+        result = {"phases": rows, "tolerance": self.tolerance, "disagreements": found}
+        text = format_agreement(table)
+        if self.run_dir is not None:
+            details = {"kind": "agreement", "measured": str(measured), "simulated": str(simulated)}
+            inputs = (measured, simulated)
+            with RunDir(self.run_dir, "compare", self.if_exists, details, inputs) as run:
+                run.write_json("metrics.json", result)
+                write_csv(table, run.path / "agreement.csv")
+                write_kv_curves(kv_curves(measured, simulated), run.path / "plots")
+            text += f"\n\nwritten: {self.run_dir}"
+        self.output.emit(result, text)
+        if found:
+            raise ToleranceError(
+                f"{len(found)} disagreement(s) beyond {self.tolerance:.1%}: " + "; ".join(found),
+                "calibrate with `psrl calibrate --measured`, simulate with --calibration, and "
+                "execute with --warmup and --repeat on an idle machine",
+            )
+        return ExitCode.OK

@@ -1,8 +1,8 @@
 """`psrl execute` and `psrl verify`."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,15 +10,13 @@ import tyro
 
 from psrl.backend.executable import check_executable
 from psrl.backend.options import ExecuteOptions, changed
-from psrl.core.errors import ConfigError, ExitCode, ToleranceError
+from psrl.core.errors import ConfigError, ExitCode
 from psrl.core.files import IfExists, write_file
-from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.plan import Plan
 from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
-from .output import OutputOptions
-from .plan_commands import describe_metrics
+from .output import OutputOptions, describe_metrics
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,15 @@ class Execute:
         check_executable(plan, trace, self.execution)
         if self.emit is not None:
             return self._emit(plan, self.emit)
+        from psrl.api.execution import execute
         from psrl.backend.launch import is_first_process
 
+        run = partial(execute, plan, trace, self.run_dir, self.execution, plan_path=self.plan)
         if not is_first_process():
-            from psrl.backend.io.output import execute_to_directory
-
-            execute_to_directory(plan, trace, self.execution, Path(os.devnull))
+            run()
             return ExitCode.OK
         with self.output.step(f"executing {plan.policy} on {plan.parallel.world_size} process(es)"):
-            metrics = execute_run(
-                plan, self.plan, trace, self.run_dir, self.execution, self.if_exists
-            )
+            metrics = run(if_exists=self.if_exists)
         text = describe_metrics(metrics)
         for key, what in (("resumed_from", "resumed from"), ("checkpoint", "saved checkpoint")):
             if key in metrics:
@@ -99,35 +95,12 @@ class Verify:
 
     def run(self) -> ExitCode:
         from psrl.analysis.compare_runs import exactness
+        from psrl.api.execution import require_exact
 
         rows = exactness(self.run_a, self.run_b, self.tolerance)
         self.output.emit({"differences": rows, "tolerance": self.tolerance}, format_exactness(rows))
         require_exact(rows)
         return ExitCode.OK
-
-
-def execute_run(
-    plan: Plan,
-    plan_path: Path,
-    trace: Trace,
-    run_dir: Path,
-    options: ExecuteOptions,
-    if_exists: IfExists = "error",
-) -> dict[str, Any]:
-    """Execute a plan into a run directory; returns its metrics."""
-    from psrl.backend.io.output import execute_to_directory
-
-    check_plan(plan, plan.batch_of(trace))
-    details = {
-        "trace_hash": plan.trace_hash,
-        "plan": str(plan_path),
-        "kind": "executed",
-        "seed": options.seed,
-    }
-    with RunDir(run_dir, "execute", if_exists, details, [plan_path, trace.path]) as run:
-        metrics = execute_to_directory(plan, trace, options, run.path)
-        run.write_json("metrics.json", metrics)
-    return metrics
 
 
 def execute_policies(
@@ -145,12 +118,13 @@ def execute_policies(
         Largest relative differences, as `psrl verify` reports them, over all policies.
     """
     from psrl.analysis.compare_runs import exactness
+    from psrl.api.execution import execute
 
     for name in policies:
         folder = run.path / "policies" / name / "plan"
         plan = Plan.load(folder)
         with output.step(f"executing {name} on {plan.parallel.world_size} process(es)"):
-            execute_run(plan, folder, trace, run.path / "executed" / name, options)
+            execute(plan, trace, run.path / "executed" / name, options, plan_path=folder)
     executed = run.path / "executed"
     rows: dict[str, dict[str, Any]] = {}
     for name in policies:
@@ -162,22 +136,6 @@ def execute_policies(
                 rows[row["quantity"]] = row
     run.write_json("exactness.json", list(rows.values()))
     return list(rows.values())
-
-
-def require_exact(rows: Sequence[dict[str, Any]]) -> None:
-    """Raise unless all differences are within their tolerances.
-
-    Raises:
-        ToleranceError: naming the worst quantity.
-    """
-    for row in rows:
-        # Written so that NaN fails too.
-        if not row["largest_relative_difference"] <= row["tolerance"]:
-            raise ToleranceError(
-                f"{row['quantity']} differs by {row['largest_relative_difference']:.1e}, more "
-                f"than {row['tolerance']:.1e}",
-                "sharing changed a result: check that both runs used the same weights and dtype",
-            )
 
 
 def format_exactness(rows: Sequence[dict[str, Any]]) -> str:

@@ -4,14 +4,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
 from psrl.core.run.run_directory import finite
+
+if TYPE_CHECKING:
+    from psrl.sim import Progress
+
+_SILENT_S = 2.0
+_BETWEEN_LINES_S = 1.0
 
 _results: TextIO | None = None
 
@@ -107,3 +113,55 @@ class OutputOptions:
             print(" failed", file=sys.stderr, flush=True)
             raise
         print(f" {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
+
+    def progress(self) -> "Callable[[Progress], None] | None":
+        """`show_progress`, or None where no progress is wanted."""
+        return None if self.quiet or self.json else show_progress()
+
+
+def show_progress() -> "Callable[[Progress], None]":
+    """Lines on stderr once a simulation takes over two seconds."""
+    began_s = time.perf_counter()
+    next_s = began_s + _SILENT_S
+    phase, phase_began_s = "", began_s
+
+    def on_progress(progress: "Progress") -> None:
+        nonlocal next_s, phase, phase_began_s
+        now_s = time.perf_counter()
+        if progress.phase != phase:
+            phase, phase_began_s = progress.phase, now_s
+        if now_s < next_s:
+            return
+        next_s = now_s + _BETWEEN_LINES_S
+        share = progress.finished_ops / progress.total_ops
+        left_s = (now_s - phase_began_s) * (1.0 - share) / share
+        print(
+            f"\n  {phase}: {progress.finished_ops:,} of {progress.total_ops:,} ops, "
+            f"{progress.simulated_s:.1f} s simulated, about {left_s:.0f} s left",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return on_progress
+
+
+def format_warnings(warnings: Iterable[str]) -> list[str]:
+    """A line per way in which predictions leave the domain of their calibration."""
+    return [f"warning: outside the calibration's domain: {text}" for text in warnings]
+
+
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """One line per phase and a total."""
+    lines = [
+        f"{'phase':<14}{'time':>12}{'executed tokens':>17}{'max/min':>9}{'bubbles':>9}"
+        f"{'peak memory':>14}{'peak KV':>12}"
+    ]
+    rows = [*metrics["phases"].items(), ("total", metrics)]
+    for name, row in rows:
+        lines.append(
+            f"{name:<14}{row['makespan_s']:>10.3f} s{row['executed_tokens']:>17,}"
+            f"{row['worker_time_max_over_min']:>9.3f}{row['bubble_fraction']:>9.1%}"
+            f"{row['peak_memory_bytes'] / 2**30:>10.2f} GiB{row['peak_kv_bytes'] / 2**20:>8.1f} MiB"
+        )
+    return "\n".join(lines)

@@ -1,7 +1,6 @@
-"""`psrl plan`, and what other commands say about plans and runs."""
+"""`psrl plan`."""
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from psrl.core.plan.plan import Plan
 from psrl.core.run.config import load_setup
 from psrl.core.samples.trace import open_trace
 
-from .output import OutputOptions
+from .output import OutputOptions, format_warnings
 
 if TYPE_CHECKING:
     from psrl.planner import PlanningProblem
@@ -49,14 +48,13 @@ class PlanCommand:
     """or overwrite: replace an older directory of psRL"""
 
     def run(self) -> ExitCode:
-        from psrl.planner import PlanningProblem, explain, format_explanation, make_plan
+        from psrl.api.plans import planning_problem
+        from psrl.planner import explain, format_explanation, make_plan
 
         inputs = [self.trace, self.cluster]
         check_new_directory(self.out, self.if_exists, inputs)
         setup = load_setup(self.cluster, self.set)
-        trace = open_trace(self.trace)
-        batch = trace.iteration(self.iteration)
-        problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
+        problem = planning_problem(open_trace(self.trace), setup, self.iteration)
         result: dict[str, Any] = {"plan": str(self.out)}
         texts: list[str] = []
         if self.search:
@@ -67,7 +65,7 @@ class PlanCommand:
         plan_time_s = time.perf_counter() - started_s
         plan.save(self.out, self.if_exists, inputs)
         texts.append(describe_plan(plan, self.out))
-        reports = explain(plan, batch) if self.explain or self.plots else []
+        reports = explain(plan, problem.batch) if self.explain or self.plots else []
         if self.explain:
             result["explanation"] = [report.as_json() for report in reports]
             texts.append(format_explanation(plan, reports))
@@ -153,25 +151,4 @@ def describe_plan(plan: Plan, path: Path) -> str:
         f"  predicted {predicted['makespan_s']:.3f} s, proven lower bound "
         f"{predicted['lower_bound_s']:.3f} s, gap {predicted['gap']:.2%}"
     )
-    return "\n".join(lines)
-
-
-def format_warnings(warnings: Iterable[str]) -> list[str]:
-    """A line per way in which predictions leave the domain of their calibration."""
-    return [f"warning: outside the calibration's domain: {text}" for text in warnings]
-
-
-def describe_metrics(metrics: dict[str, Any]) -> str:
-    """One line per phase and a total."""
-    lines = [
-        f"{'phase':<14}{'time':>12}{'executed tokens':>17}{'max/min':>9}{'bubbles':>9}"
-        f"{'peak memory':>14}{'peak KV':>12}"
-    ]
-    rows = [*metrics["phases"].items(), ("total", metrics)]
-    for name, row in rows:
-        lines.append(
-            f"{name:<14}{row['makespan_s']:>10.3f} s{row['executed_tokens']:>17,}"
-            f"{row['worker_time_max_over_min']:>9.3f}{row['bubble_fraction']:>9.1%}"
-            f"{row['peak_memory_bytes'] / 2**30:>10.2f} GiB{row['peak_kv_bytes'] / 2**20:>8.1f} MiB"
-        )
     return "\n".join(lines)

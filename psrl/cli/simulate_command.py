@@ -1,23 +1,20 @@
 """`psrl simulate`."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from psrl.core.cost.calibrated_cost_model import prediction_warnings
-from psrl.core.cost.calibration import load_calibration
-from psrl.core.errors import ExitCode
+from psrl.core.errors import ConfigError, ExitCode
 from psrl.core.files import IfExists
-from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.plan import Plan
-from psrl.core.run.metrics import run_metrics
 from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import open_trace
 
-from .output import OutputOptions
-from .plan_commands import describe_metrics, format_warnings
+from .output import OutputOptions, describe_metrics, format_warnings
+
+_MOST_FINDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -57,61 +54,126 @@ class Simulate:
     if_exists: IfExists = "error"
 
     def run(self) -> ExitCode:
-        from psrl.analysis.perfetto import write_timeline
-        from psrl.sim import SimOptions, chosen_engine, out_of_memory, simulate
-
-        from .simulate_output import (
-            MAX_TIMELINE_EVENTS,
-            describe_simulation,
-            iteration_section,
-            other_blocks,
-            parse_slow_ranks,
-            show_progress,
-        )
+        from psrl.api.runs import run_details, simulate
+        from psrl.sim import SimOptions
 
         plan = Plan.load(self.plan)
-        other = None if self.calibration is None else load_calibration(self.calibration)
-        batch = plan.batch_of(open_trace(self.trace))
         options = SimOptions(
             engine=self.engine,
             slow_ranks=parse_slow_ranks(self.slow),
             nics_per_host=self.nics_per_host,
             overlap_gradient_reduction=self.overlap_gradient_reduction,
         )
-        sections: dict[str, Any] = {
-            "simulation": {
-                **asdict(options),
-                "slow_ranks": {str(rank): factor for rank, factor in options.slow_ranks.items()},
-                "engine": chosen_engine(plan, options),
-            }
-        }
-        details = {"trace_hash": plan.trace_hash, "plan": str(self.plan), "kind": "simulated"}
-        inputs = [self.plan, self.trace]
+        trace, details = open_trace(self.trace), run_details(plan) | {"plan": str(self.plan)}
+        inputs = (self.plan, self.trace)
         with RunDir(self.run_dir, "simulate", self.if_exists, details, inputs) as run:
             with self.output.step(f"simulating {plan.policy}"):
-                # A plan that does not fit is a result, not an error.
-                check_plan(plan, batch, memory_fraction=None)
-                if other is not None:
-                    # Times and bound were stated for the cost model that the plan was made with.
-                    plan = replace(plan, calibration=other, predicted={})
-                effects = None
-                if replaced := other_blocks(plan, batch, self.blocks, self.cache):
-                    plan, effects = replaced.plan, replaced.effects
-                    sections["blocks"] = replaced.metrics
-                quiet = self.output.quiet or self.output.json
-                progress = None if quiet else show_progress()
-                events = simulate(plan, batch, options=options, effects=effects, progress=progress)
-            metrics = run_metrics(plan, batch, events)
-            rate, concurrency = self.generation_tokens_per_s, self.rollout_concurrency
-            sections |= iteration_section(batch, metrics, rate, concurrency)
-            sections["out_of_memory"] = [asdict(o) for o in out_of_memory(events, plan)]
-            metrics |= sections | {"warnings": list(prediction_warnings(plan))}
-            draws = len(events) < MAX_TIMELINE_EVENTS and not self.no_timeline
-            if draws or self.timeline:
-                write_timeline(run.path / "timeline.json.gz", events, plan, batch)
-            events.save(run.path / "events.parquet")
-            run.write_json("metrics.json", metrics)
+                simulated = simulate(
+                    plan,
+                    trace,
+                    options,
+                    blocks=self.blocks,
+                    cache=self.cache,
+                    calibration=self.calibration,
+                    generation_tokens_per_s=self.generation_tokens_per_s,
+                    rollout_concurrency=self.rollout_concurrency,
+                    progress=self.output.progress(),
+                )
+            simulated.write(run, True if self.timeline else False if self.no_timeline else None)
+        metrics = simulated.metrics
         warnings = format_warnings(metrics["warnings"])
-        text = [describe_metrics(metrics), describe_simulation(sections), *warnings]
+        text = [describe_metrics(metrics), describe_simulation(metrics), *warnings]
         self.output.emit(metrics, "\n".join(text))
         return ExitCode.OK
+
+
+def parse_slow_ranks(texts: tuple[str, ...]) -> dict[int, float]:
+    """From `RANK=FACTOR` to a factor per rank.
+
+    Raises:
+        ConfigError: if a text has another form.
+    """
+    slow = {}
+    for text in texts:
+        rank, _, factor = text.partition("=")
+        try:
+            slow[int(rank)] = float(factor)
+        except ValueError:
+            raise ConfigError(f"cannot read slow rank {text!r}", "write 3=1.2") from None
+    return slow
+
+
+def describe_simulation(sections: dict[str, Any]) -> str:
+    """Lines about the engine, the options in force, blocks, the iteration and memory."""
+    return "\n".join(
+        [
+            *_options_lines(sections["simulation"]),
+            *_blocks_lines(sections.get("blocks")),
+            *_iteration_lines(sections.get("iteration")),
+            *_memory_lines(sections["out_of_memory"]),
+        ]
+    )
+
+
+def _options_lines(simulation: dict[str, Any]) -> list[str]:
+    parts = [f"engine {simulation['engine']}"]
+    parts += [f"rank {r} takes {f:g} times as long" for r, f in simulation["slow_ranks"].items()]
+    if simulation["nics_per_host"] is not None:
+        parts.append(f"{simulation['nics_per_host']} network ports per host")
+    if simulation["overlap_gradient_reduction"]:
+        parts.append("gradient reduction overlapped")
+    return [", ".join(parts)]
+
+
+def _blocks_lines(blocks: dict[str, Any] | None) -> list[str]:
+    if blocks is None:
+        return []
+    size = "adaptive" if blocks["block_tokens"] is None else f"{blocks['block_tokens']}-token"
+    line = (
+        f"{size} blocks, {blocks['retention']}: peak {blocks['peak_cached_bytes'] / 2**20:.1f} "
+        f"MiB, {blocks['num_blocks']:,} blocks read {blocks['num_block_reads']:,} times, "
+        f"{blocks['internal_fragmentation']:.2%} padding, {blocks['hit_rate_lost']:.2%} of the "
+        "tokens not matched in whole blocks"
+    )
+    lines = [line]
+    if blocks["capacity_tokens"] is not None:
+        lines.append(
+            f"  capacity {blocks['capacity_tokens']:,} tokens: {blocks['cache_hit_rate']:.2%} "
+            f"found, {blocks['recomputed_tokens']:,} tokens recomputed, "
+            f"{blocks['offloaded_tokens']:,} copied to the host, {blocks['fetched_tokens']:,} back"
+        )
+    parts = (
+        ("recomputation of misses", "recompute_s"),
+        ("host copies", "transfer_s"),
+        ("block look-ups", "access_s"),
+    )
+    costs = ", ".join(f"{1e3 * blocks[name]:.2f} ms {what}" for what, name in parts)
+    lines.append(
+        f"  in the times above, on the busiest device: {costs} (tables of up to "
+        f"{blocks['metadata_bytes'] / 2**10:.1f} KiB)"
+    )
+    return lines
+
+
+def _iteration_lines(iteration: dict[str, Any] | None) -> list[str]:
+    if iteration is None:
+        return ["no rollout: the trace has no times; --generation-tokens-per-s models one"]
+    source = "as recorded" if iteration["rollout_source"] == "trace" else "modelled"
+    return [
+        f"rollout {iteration['rollout_s']:.1f} s ({source}) + training "
+        f"{iteration['training_s']:.1f} s: {iteration['synchronous_s']:.1f} s per iteration, "
+        f"{iteration['update_share']:.1%} of it update; {iteration['one_step_off_s']:.1f} s one "
+        "step off"
+    ]
+
+
+def _memory_lines(findings: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"out of memory: {o['phase']}, rank {o['rank']}, stage {o['stage']}: {o['op']} of "
+        f"micro-batch {o['micro_batch']} needs {o['needed_bytes'] / 2**30:.2f} GiB of "
+        f"{o['limit_bytes'] / 2**30:.2f}"
+        for o in findings[:_MOST_FINDINGS]
+    ]
+    if len(findings) > _MOST_FINDINGS:
+        lines.append(f"out of memory: {len(findings) - _MOST_FINDINGS} more, see metrics.json")
+    return lines

@@ -1,25 +1,26 @@
 """`psrl sweep`: policies over device counts and traces."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psrl.core.cost.calibrated_cost_model import prediction_warnings
-from psrl.core.cost.cluster import check_layout
-from psrl.core.errors import ConfigError, ExitCode, InfeasibleError
+from psrl.api.inputs import on_hosts
+from psrl.core.errors import ExitCode
 from psrl.core.files import IfExists
+from psrl.core.plan.policy_names import DEFAULT_POLICIES
 from psrl.core.run.config import Setup, load_setup
-from psrl.core.run.metrics import run_metrics
 from psrl.core.run.run_directory import RunDir
 from psrl.core.samples.trace import Trace, open_trace
 
-from .compare_command import DEFAULT_POLICIES
-from .output import OutputOptions
-from .plan_commands import format_warnings
+from .output import OutputOptions, format_warnings
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from psrl.api.comparison import PolicyComparison
 
 _COPIED = (
     "makespan_s",
@@ -42,6 +43,7 @@ class Sweep:
     """run directory to write"""
     output: OutputOptions
     policies: tuple[str, ...] = DEFAULT_POLICIES
+    """merged_dense, dense training of step samples merged where that is exact, is added to them"""
     baseline: str = "verl"
     """policy that speed-ups refer to; it must be among the policies"""
     hosts: tuple[int, ...] = ()
@@ -56,22 +58,30 @@ class Sweep:
 
         from psrl.analysis.figures.sweep_plots import write_sweep_figures
         from psrl.analysis.tables import write_csv
+        from psrl.api.comparison import compare
 
-        if self.baseline not in self.policies:
-            raise ConfigError(
-                f"the baseline {self.baseline!r} is not among {', '.join(self.policies)}",
-                f"add it: --policies {' '.join((self.baseline, *self.policies))}",
-            )
         setup = load_setup(self.cluster, self.set)
         setups = [on_hosts(setup, n) for n in self.hosts or (setup.cluster.num_hosts,)]
         traces = [open_trace(path) for path in self.trace]
         rows: list[dict[str, Any]] = []
         warnings: dict[str, None] = {}
-        inputs = [*self.trace, self.cluster]
-        with RunDir(self.run_dir, "sweep", self.if_exists, {"kind": "sweep"}, inputs) as run:
+        details, inputs = {"kind": "sweep"}, (self.cluster, *self.trace)
+        with RunDir(self.run_dir, "sweep", self.if_exists, details, inputs) as run:
             for trace in traces:
                 for one in setups:
-                    rows += self._policies(trace, one, warnings)
+                    compared = compare(
+                        trace,
+                        one,
+                        self.policies,
+                        baseline=self.baseline,
+                        iteration=self.iteration,
+                        keep_infeasible=True,
+                        step=self._step(trace, one),
+                        progress=self.output.progress,
+                    )
+                    rows += sweep_rows(compared)
+                    for policy_run in compared.runs.values():
+                        warnings |= dict.fromkeys(policy_run.metrics["warnings"])
             table = pd.DataFrame(rows)
             write_csv(table, run.path / "sweep.csv")
             drawn = write_sweep_figures(table, run.path / "plots")
@@ -82,61 +92,32 @@ class Sweep:
         self.output.emit(result, "\n".join(lines))
         return ExitCode.OK
 
-    def _policies(
-        self, trace: Trace, setup: Setup, warnings: dict[str, None]
-    ) -> list[dict[str, Any]]:
-        from psrl.planner import PlanningProblem, make_plan
-        from psrl.sim import simulate
-
-        from .simulate_output import show_progress
-
-        batch = trace.iteration(self.iteration)
-        problem = PlanningProblem(batch, trace.content_hash, self.iteration, setup)
-        rows: list[dict[str, Any]] = []
-        for policy in (self.baseline, *(p for p in self.policies if p != self.baseline)):
-            row: dict[str, Any] = {
-                "trace": trace.path.name,
-                "num_devices": setup.cluster.num_devices,
-                "data_parallel_size": setup.parallel.data_parallel_size,
-                "policy": policy,
-                "speedup": math.nan,
-                "reason": "",
-            }
-            row |= dict.fromkeys(_COPIED, math.nan)
-            progress = None if self.output.quiet or self.output.json else show_progress()
-            what = f"{trace.path.name} on {setup.cluster.num_devices:,} devices with {policy}"
-            try:
-                with self.output.step(what):
-                    plan = make_plan(problem, policy)
-                    events = simulate(plan, batch, progress=progress)
-                metrics = run_metrics(plan, batch, events)
-                row |= {name: metrics[name] for name in (*_COPIED, "prefix_match_rate")}
-                warnings |= dict.fromkeys(prediction_warnings(plan))
-            except InfeasibleError as error:
-                row["reason"] = error.message
-            rows.append(row)
-            row["speedup"] = rows[0]["makespan_s"] / row["makespan_s"]
-        return rows
+    def _step(self, trace: Trace, setup: Setup) -> Callable[[str], AbstractContextManager[None]]:
+        where = f"{trace.path.name} on {setup.cluster.num_devices:,} devices"
+        return lambda what: self.output.step(f"{where}: {what}")
 
 
-def on_hosts(setup: Setup, num_hosts: int) -> Setup:
-    """The setup on another number of hosts, with the data-parallel size in proportion.
-
-    Raises:
-        ConfigError: if that size is not whole.
-    """
-    before, data = setup.cluster.num_hosts, setup.parallel.data_parallel_size
-    if num_hosts < 1 or data * num_hosts % before:
-        raise ConfigError(
-            f"{num_hosts} hosts: data_parallel_size {data} * {num_hosts} / {before} is not a "
-            "positive whole number",
-            f"choose multiples of {before // math.gcd(before, data)} hosts",
-        )
-    cluster = setup.cluster.model_copy(update={"num_hosts": num_hosts})
-    size = {"data_parallel_size": data * num_hosts // before}
-    parallel = setup.parallel.model_copy(update=size)
-    check_layout(setup.model, cluster, parallel)
-    return setup.model_copy(update={"cluster": cluster, "parallel": parallel})
+def sweep_rows(compared: "PolicyComparison") -> list[dict[str, Any]]:
+    """A row per policy, the baseline first; NaN and a reason where it does not fit."""
+    setup, runs = compared.problem.setup, compared.runs
+    base = runs.get(compared.baseline)
+    rows = []
+    for policy in compared.names:
+        row: dict[str, Any] = {
+            "trace": compared.trace.path.name,
+            "num_devices": setup.cluster.num_devices,
+            "data_parallel_size": setup.parallel.data_parallel_size,
+            "policy": policy,
+            "speedup": math.nan,
+            "reason": compared.infeasible.get(policy, ""),
+        }
+        row |= dict.fromkeys(_COPIED, math.nan)
+        if policy in runs:
+            row |= {name: runs[policy].metrics[name] for name in (*_COPIED, "prefix_match_rate")}
+            if base is not None:
+                row["speedup"] = base.makespan_s / runs[policy].makespan_s
+        rows.append(row)
+    return rows
 
 
 def format_sweep(table: "pd.DataFrame") -> str:

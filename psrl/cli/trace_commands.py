@@ -1,16 +1,23 @@
-"""`psrl trace import`."""
+"""`psrl trace import`, and what the trace commands say about a trace."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from psrl.core.errors import ExitCode, TraceError
 from psrl.core.files import IfExists, check_new_directory
-from psrl.core.samples.trace import write_trace
+from psrl.core.samples.trace import Trace, write_trace
 
 from .output import OutputOptions
-from .trace_output import trace_identity
+
+LEVEL_NAMES = {
+    "within_trajectory": "within trajectory",
+    "within_group": "within group",
+    "within_mini_batch": "within mini-batch",
+    "overall": "overall",
+}
 
 
 @dataclass(frozen=True)
@@ -91,3 +98,57 @@ class TraceImport:
             lines += [f"  {line}" for line in recording.skipped]
         self.output.emit(result, "\n".join(lines))
         return ExitCode.OK
+
+
+def trace_identity(trace: Trace) -> dict[str, Any]:
+    """Which trace it is, for `--json`."""
+    return {
+        "path": str(trace.path),
+        "content_hash": trace.content_hash,
+        "num_iterations": trace.num_iterations,
+        "num_samples": trace.header.num_samples,
+        "logical_tokens": trace.header.logical_tokens,
+        "sampling_mode": trace.header.sampling_mode,
+        "symbol_kind": trace.header.symbol_kind,
+        "source": trace.header.source,
+        "licence": trace.header.licence,
+    }
+
+
+def format_stats(stats: dict[str, dict[str, Any]]) -> str:
+    """One line per sampling mode."""
+    with_flops = any("speedup_bound_flops" in row["overall"] for row in stats.values())
+    head = (
+        f"{'mode':<10}{'samples':>9}{'logical tokens':>16}{'unique tokens':>15}"
+        f"{'match rate':>12}{'in group':>10}{'in traj.':>10}{'token bound':>13}{'pair bound':>12}"
+    )
+    lines = [head + f"{'FLOP bound':>12}" * with_flops]
+    for mode, row in stats.items():
+        lines.append(
+            f"{mode:<10}{row['num_samples']:>9,}{row['logical_tokens']:>16,}"
+            f"{row['unique_tokens']:>15,}{row['prefix_match_rate']:>12.2%}"
+            f"{row['within_group']['prefix_match_rate']:>10.2%}"
+            f"{row['within_trajectory']['prefix_match_rate']:>10.2%}"
+            f"{row['overall']['speedup_bound_tokens']:>12.2f}x"
+            f"{row['overall']['speedup_bound_pairs']:>11.2f}x"
+        )
+        if with_flops:
+            lines[-1] += f"{row['overall']['speedup_bound_flops']:>11.2f}x"
+    return "\n".join(lines)
+
+
+def format_levels(row: dict[str, Any]) -> str:
+    """The tree of one mode, level by level: who shares with whom."""
+    lines = [
+        f"{'level':<19}{'unique tokens':>15}{'match rate':>12}{'token bound':>13}{'nodes':>11}"
+        f"{'forks':>9}{'max. branches':>15}{'read once':>11}"
+    ]
+    for level, name in LEVEL_NAMES.items():
+        entry = row[level]
+        once = sum(entry["unique_tokens_by_readers"][:1]) / max(1, entry["unique_tokens"])
+        lines.append(
+            f"{name:<19}{entry['unique_tokens']:>15,}{entry['prefix_match_rate']:>12.2%}"
+            f"{entry['speedup_bound_tokens']:>12.2f}x{entry['num_nodes']:>11,}"
+            f"{entry['num_forks']:>9,}{entry['max_branches']:>15,}{once:>11.1%}"
+        )
+    return "\n".join(lines)

@@ -15,7 +15,7 @@ from psrl.core.run.run_directory import finite
 from psrl.core.samples.trace import Trace, open_trace, write_trace
 
 from .output import OutputOptions
-from .trace_output import format_levels, format_stats, mode_stats, trace_identity
+from .trace_commands import format_levels, format_stats, trace_identity
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class TraceStats:
     """directory to write stats.json, figures and their numbers to"""
 
     def run(self) -> ExitCode:
-        from psrl.traces.stats import total_stats
+        from psrl.traces.stats import mode_stats, total_stats
 
         trace, model = open_trace(self.trace), _model(self.model)
         chosen = range(trace.num_iterations) if self.iteration is None else [self.iteration]
         iterations: list[dict[str, Any]] = []
         with self.output.step(f"statistics of {len(chosen)} iteration(s)"):
             for index in chosen:
-                modes = mode_stats(trace, trace.iteration(index), model)
+                modes = mode_stats(trace.iteration(index), trace.header.sampling_mode, model)
                 iterations.append({"iteration": index, "modes": modes})
         # A mode may be missing where an iteration does not allow it; then there is no total.
         totals = {

@@ -1,6 +1,5 @@
 """Plan and simulate one policy on one scenario; everything that a row of the table may need."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -8,14 +7,24 @@ from typing import Any
 
 import numpy as np
 
+from psrl.api.policy_runs import DENSE, merged_steps, run_factors, run_merged, run_policy
+from psrl.api.runs import Run
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import InfeasibleError
 from psrl.core.plan.plan import PHASES, Plan
+from psrl.core.plan.policy_names import MERGED_DENSE
 from psrl.core.run.events import Events
-from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch
+from psrl.planner import PlanningProblem
+from psrl.sim import SimOptions, simulate
+from psrl.sim.blocks.block_effects import apply_block_policy
+from psrl.sim.blocks.block_policies import BlockPolicy
+from psrl.sim.iteration import iteration_metrics, modelled_rollout
+from psrl.traces.step_merging import WHOLE_EPISODES
 
 from .scenarios import Assumptions, Scenario
+
+_VECTORISED = SimOptions(engine="vectorised")
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Task:
     def effort(self) -> float:
         """Rough ordering by planning time, so that the longest start first."""
         content = self.scenario.content
-        searches = self.policy not in ("verl", "vllm_ps", "sglang_ps")
+        searches = self.policy not in (DENSE, MERGED_DENSE, "vllm_ps", "sglang_ps")
         stages = 12 if content.workload == "dtn" else 1
         return searches * stages * content.batch_scale * (len(content.blocks) + len(content.phases))
 
@@ -43,7 +52,11 @@ def tasks_of(scenarios: list[Scenario]) -> Iterator[Task]:
     """All tasks of some scenarios."""
     for scenario in scenarios:
         for mode in scenario.content.modes:
-            for policy in scenario.content.policies:
+            policies = list(scenario.content.policies)
+            # What a user does today without sharing, where the samples are steps.
+            if mode not in WHOLE_EPISODES and policies[0] == DENSE:
+                policies.insert(1, MERGED_DENSE)
+            for policy in policies:
                 yield Task(scenario, mode, policy)
 
 
@@ -54,15 +67,11 @@ def measure(task: Task, assumptions: Assumptions) -> dict[str, Any]:
     not fit the device is a result: then `out_of_memory` says what it needs and little else is
     known.
     """
-    from psrl.planner import PlanningProblem, make_plan
-    from psrl.sim.breakdown import speedup_factors
-
     scenario, mode = task.scenario, task.mode
-    batch = scenario.batch(mode, assumptions)
-    setup = scenario.setup(int(batch.num_tokens.max()), assumptions)
     baseline = scenario.content.policies[0]
     phases = PHASES if task.policy == baseline else scenario.content.phases
-    problem = PlanningProblem(batch, f"{scenario.name}-{mode}", 0, setup, phases)
+    problem = _problem(scenario, mode, assumptions, phases)
+    batch, setup = problem.batch, problem.setup
     result: dict[str, Any] = {
         "scenario": scenario.name,
         "mode": mode,
@@ -70,18 +79,17 @@ def measure(task: Task, assumptions: Assumptions) -> dict[str, Any]:
         "max_tokens_per_micro_batch": setup.planning.max_tokens_per_micro_batch,
         "device_bytes": setup.cluster.device.memory_bytes,
     }
-    started_s = time.perf_counter()
     try:
-        plan = make_plan(problem, task.policy, advise=False)
+        run = _run(problem, task)
     except InfeasibleError as error:
         return result | {"infeasible": error.message}
-    result["plan_time_s"] = time.perf_counter() - started_s
-    events = _simulate(plan, batch)
-    metrics = run_metrics(plan, batch, events)
-    result["metrics"] = metrics
+    if run is None:
+        return result | {"infeasible": "no step continues the one before exactly"}
+    plan, metrics = run.plan, run.metrics
+    result |= {"plan_time_s": run.plan_time_s, "metrics": metrics}
     result["micro_batches"] = _micro_batches_per_rank(plan)
     result["tasks_on_ranks"] = tasks_on_ranks(plan, batch)
-    result["memory"] = memory_section(plan, events)
+    result["memory"] = memory_section(plan, run.events)
     if "log_old_prob" in phases:
         result["iteration"] = _iteration(batch, metrics, assumptions)
     if task.policy == scenario.content.policies[-1]:
@@ -91,7 +99,7 @@ def measure(task: Task, assumptions: Assumptions) -> dict[str, Any]:
     if task.policy != baseline:
         before = _baseline_run(scenario, mode, assumptions)
         if before is not None:
-            result["factors"] = speedup_factors(*before, plan, events, batch)
+            result["factors"] = run_factors(before, run)
     return result
 
 
@@ -100,22 +108,32 @@ def measure_named(task: Task, assumptions: Assumptions) -> tuple[str, dict[str, 
     return task.name, measure(task, assumptions)
 
 
-@lru_cache(maxsize=64)
-def _baseline_run(
-    scenario: Scenario, mode: str, assumptions: Assumptions
-) -> tuple[Plan, Events] | None:
-    """What speed-ups refer to, planned once per process; None if it does not fit the device."""
-    from psrl.planner import PlanningProblem, make_plan
-
+def _problem(
+    scenario: Scenario, mode: str, assumptions: Assumptions, phases: tuple[str, ...]
+) -> PlanningProblem:
     batch = scenario.batch(mode, assumptions)
     setup = scenario.setup(int(batch.num_tokens.max()), assumptions)
-    phases = scenario.content.phases
-    problem = PlanningProblem(batch, f"{scenario.name}-{mode}", 0, setup, phases)
+    return PlanningProblem(batch, f"{scenario.name}-{mode}", 0, setup, phases)
+
+
+def _run(problem: PlanningProblem, task: Task) -> Run | None:
+    """The simulated run of a task; None for merged steps where none merges."""
+    if task.policy != MERGED_DENSE:
+        return run_policy(problem, task.policy, _VECTORISED, advise=False)
+    merging = merged_steps(problem, task.mode)
+    if merging is None or not merging.merges:
+        return None
+    return run_merged(problem, merging, _VECTORISED, advise=False)
+
+
+@lru_cache(maxsize=64)
+def _baseline_run(scenario: Scenario, mode: str, assumptions: Assumptions) -> Run | None:
+    """What speed-ups refer to, planned once per process; None if it does not fit the device."""
+    problem = _problem(scenario, mode, assumptions, scenario.content.phases)
     try:
-        plan = make_plan(problem, scenario.content.policies[0], advise=False)
+        return run_policy(problem, scenario.content.policies[0], _VECTORISED, advise=False)
     except InfeasibleError:
         return None
-    return plan, _simulate(plan, batch)
 
 
 def memory_section(plan: Plan, events: Events) -> dict[str, Any]:
@@ -132,12 +150,6 @@ def memory_section(plan: Plan, events: Events) -> dict[str, Any]:
         "peak_kv_bytes": int((events.kv_bytes + events.kv_gradient_bytes).max()),
         "peak_activation_bytes": int(events.activation_bytes.max()),
     }
-
-
-def _simulate(plan: Plan, batch: SampleBatch) -> Events:
-    from psrl.sim import SimOptions, simulate
-
-    return simulate(plan, batch, options=SimOptions(engine="vectorised"))
 
 
 def _micro_batches_per_rank(plan: Plan) -> dict[str, float]:
@@ -171,25 +183,19 @@ def tasks_on_ranks(plan: Plan, batch: SampleBatch) -> list[dict[str, int]]:
 def _iteration(
     batch: SampleBatch, metrics: dict[str, Any], assumptions: Assumptions
 ) -> dict[str, Any]:
-    from psrl.sim.iteration import iteration_metrics, modelled_rollout
-
     rollout = modelled_rollout(batch, assumptions.generation_tokens_per_s)
     return iteration_metrics(rollout, metrics)
 
 
 def _with_blocks(plan: Plan, batch: SampleBatch, text: str) -> dict[str, Any]:
     """The plan with other blocks: update time, peak memory and what the blocks cost."""
-    from psrl.sim import SimOptions, simulate
-    from psrl.sim.blocks.block_effects import apply_block_policy
-    from psrl.sim.blocks.block_policies import BlockPolicy
-
     policy = BlockPolicy.parse(*text.split())
     replaced = apply_block_policy(plan, batch, policy)
     events = simulate(
         replaced.plan,
         batch,
         phases=("update",),
-        options=SimOptions(engine="vectorised"),
+        options=_VECTORISED,
         effects=replaced.effects,
     )
     return {

@@ -1,7 +1,11 @@
 """What the rows of the table ask of the measurements."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
+
+from psrl.api.policy_runs import DENSE
+from psrl.core.plan.policy_names import MERGED_DENSE
 
 from .scenarios import Assumptions
 
@@ -96,10 +100,20 @@ class Results:
             return dict.fromkeys(FACTORS, 1.0)
         return {name: float(found[phase][name]) for name in FACTORS}
 
-    def bounds(self, scenario: str, mode: str, policy: str, phase: str) -> dict[str, float]:
-        """Speed-ups by sharing alone, counting tokens or visible pairs."""
-        found: dict[str, float] = self.run(scenario, mode, policy)["factors"]["bounds"][phase]
-        return found
+    def bounds(self, scenario: str, mode: str, policy: str, phase: str) -> tuple[float, float]:
+        """FLOPs of veRL over the policy's least, and the largest speed-up that those allow."""
+        base, mine = (
+            self.run(scenario, mode, p)["metrics"]["arithmetic"][phase] for p in (DENSE, policy)
+        )
+        dense_s = self.phase_s(scenario, mode, DENSE, phase)
+        return base["flops"] / mine["flops"], dense_s / mine["least_s"]
+
+    def over_merged(self, scenario: str, mode: str, policy: str, phase: str) -> float:
+        """Time of dense training of the merged steps over the policy's; NaN if none merges."""
+        merged = self._runs.get((scenario, mode, MERGED_DENSE), {})
+        if phase not in merged.get("metrics", {}).get("phases", {}):
+            return math.nan
+        return self.speedup(scenario, mode, MERGED_DENSE, policy, phase)
 
     def peak_bytes(self, scenario: str, mode: str, policy: str) -> float:
         """With the logits of all positions of a micro-batch."""

@@ -1,6 +1,6 @@
 """Replay a plan op by op in simulated time and memory."""
 
-from .breakdown import sharing_bounds, speedup_factors
+from .breakdown import least_work, speedup_factors
 from .memory import OutOfMemory, out_of_memory
 from .options import SimOptions, chosen_engine
 from .replay.engine import OnProgress, Progress, simulate
@@ -11,8 +11,8 @@ __all__ = [
     "Progress",
     "SimOptions",
     "chosen_engine",
+    "least_work",
     "out_of_memory",
-    "sharing_bounds",
     "simulate",
     "speedup_factors",
 ]

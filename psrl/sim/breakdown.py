@@ -1,19 +1,18 @@
-"""Why a plan is faster than a baseline: its speed-up as a product, and the bounds of sharing.
+"""Why a plan is faster than a baseline: its speed-up as a product, and what bounds it.
 
 docs/metrics.md has the formulas.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from psrl.core.cost.arithmetic import least_time_s, model_flops, phase_work
+from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.errors import PlanError
-from psrl.core.plan.packing import visible_pairs
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.events import Events
-from psrl.core.samples.sample import IntArray, SampleBatch
-from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
+from psrl.core.samples.sample import SampleBatch
 
 
 def speedup_factors(
@@ -21,16 +20,14 @@ def speedup_factors(
     baseline_events: Events,
     plan: Plan,
     events: Events,
-    batch: SampleBatch,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, float]]:
     """Split the makespan ratio of each phase into cuts, placement and sharing; exact as a product.
 
     Sharing is the ratio of total compute time, placement of the slowest rank's over the mean,
     cuts of the makespan over the slowest rank's compute time: bubbles, waits and reductions.
 
     Returns:
-        phase -> speedup, cuts, placement, sharing for the phases that both ran, and
-        "bounds" -> phase -> token_bound, pair_bound.
+        phase -> speedup, cuts, placement, sharing for the phases that both ran.
 
     Raises:
         PlanError: if the plans run on different layouts, or have no phase in common.
@@ -45,7 +42,7 @@ def speedup_factors(
     if not common:
         raise PlanError(f"{plan.policy} and {baseline_plan.policy} ran no phase in common")
     phases = [phase for phase in PHASES if phase in common]
-    factors: dict[str, dict[str, Any]] = {}
+    factors: dict[str, dict[str, float]] = {}
     for phase in phases:
         before = _times_s(baseline_events, phase, plan.num_ranks)
         after = _times_s(events, phase, plan.num_ranks)
@@ -55,7 +52,34 @@ def speedup_factors(
             "placement": before.imbalance / after.imbalance,
             "sharing": before.total_s / after.total_s,
         }
-    return {**factors, "bounds": {phase: sharing_bounds(batch, phase) for phase in phases}}
+    return factors
+
+
+def least_work(plan: Plan, batch: SampleBatch) -> dict[str, dict[str, float]]:
+    """What the phases of a plan must compute: everything shared, or nothing if the plan does not.
+
+    The ratio of two `flops` is what less arithmetic allows a speed-up to be; a baseline's makespan
+    over `least_s` is a bound that no plan of this work exceeds, for it includes the idle time of
+    the baseline.
+
+    Returns:
+        phase -> flops of the model, and `least_time_s` as least_s.
+    """
+    costs = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    found = {}
+    for phase in (p for p in PHASES if plan.phase_programs(p)):
+        work = phase_work(batch, phase, _shares(plan, batch, phase))
+        found[phase] = {
+            "flops": model_flops(plan.model, work, phase),
+            "least_s": least_time_s(costs, plan.parallel, work, phase),
+        }
+    return found
+
+
+def _shares(plan: Plan, batch: SampleBatch, phase: str) -> bool:
+    programs = plan.phase_programs(phase)
+    logical = sum(int(batch.num_tokens[p.assignments.sample].sum()) for p in programs)
+    return sum(p.unique_tokens for p in programs) < logical
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int]:
@@ -102,26 +126,3 @@ def _times_s(events: Events, phase: str, num_ranks: int) -> _PhaseTimes:
         total_s=float(busy_s.sum()),
         num_ranks=num_ranks,
     )
-
-
-def sharing_bounds(batch: SampleBatch, phase: str) -> dict[str, float]:
-    """How much faster a phase can get by sharing alone, counting tokens or visible pairs.
-
-    An update shares inside a mini-batch only: the weights change between two of them.
-    """
-    share_key = batch.mini_batch if phase == "update" else np.zeros_like(batch.mini_batch)
-    shared = build_prefix_tree(batch, share_key)
-    dense = build_prefix_tree(batch, np.arange(batch.num_samples))
-    return {
-        "token_bound": _ratio(dense.num_tokens, shared.num_tokens),
-        "pair_bound": _ratio(_pairs(dense), _pairs(shared)),
-    }
-
-
-def _pairs(tree: PrefixTree) -> IntArray:
-    return visible_pairs(tree.start_depth, tree.num_tokens)
-
-
-def _ratio(dense: IntArray, shared: IntArray) -> float:
-    total = int(shared.sum())
-    return int(dense.sum()) / total if total else 1.0

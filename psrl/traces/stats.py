@@ -1,18 +1,22 @@
 """How much the samples of a batch share, in which shape, and what sharing can gain at most."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from psrl.core.cost.arithmetic import Work, dense_work, model_flops, shared_work
 from psrl.core.cost.cluster import ModelSpec
+from psrl.core.errors import TraceError
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
 from .blocks import tree_blocks
 from .grouping import codes_by_appearance, trajectory_codes
+from .modes import MODES, derive
 
 LEVELS = ("within_trajectory", "within_group", "within_mini_batch", "overall")
 
@@ -52,8 +56,38 @@ def sharing_stats(batch: SampleBatch, model: ModelSpec | None = None) -> dict[st
         "sample_tokens_median": 0.0 if empty else float(np.median(lengths)),
         "sample_tokens_p90": 0.0 if empty else float(np.quantile(lengths, 0.9)),
         "sample_tokens_max": 0 if empty else int(lengths.max()),
-        **{name: _level(trees[name], lengths, model) for name in LEVELS},
+        **{name: _level(trees[name], blocks, model) for name in LEVELS},
     }
+
+
+def mode_stats(
+    batch: SampleBatch, recorded: str, model: ModelSpec | None = None
+) -> dict[str, dict[str, Any]]:
+    """`sharing_stats` of every sampling mode that the samples allow.
+
+    Tree modes are left out where no two episodes have a model call in common: they are then the
+    same as step and traj.
+
+    Args:
+        recorded: sampling mode of the batch.
+    """
+    stats = {recorded: sharing_stats(batch, model)}
+    if recorded not in MODES:
+        return stats
+    # Some block-hash traces do not show which samples continue which: no other mode then.
+    with suppress(TraceError):
+        step = derive(batch, "step", recorded)
+        if recorded in ("traj", "tree"):
+            stats["step"] = sharing_stats(step, model)
+        tree_step = derive(step, "tree_step")
+        branching = recorded.startswith("tree") or tree_step.num_samples < step.num_samples
+        others = {"traj": step, "tree": step} if branching else {"traj": step}
+        for mode, calls in others.items():
+            if mode not in stats:
+                stats[mode] = sharing_stats(derive(calls, mode), model)
+        if branching and "tree_step" not in stats:
+            stats["tree_step"] = sharing_stats(tree_step, model)
+    return stats
 
 
 def total_stats(parts: Sequence[dict[str, Any]], model: ModelSpec | None = None) -> dict[str, Any]:
@@ -74,20 +108,6 @@ def total_stats(parts: Sequence[dict[str, Any]], model: ModelSpec | None = None)
     }
 
 
-def sum_of_pairs(start_depth: IntArray, num_tokens: IntArray) -> int:
-    """Visible (query, key) pairs of runs of tokens: each token sees its path and itself."""
-    return int((num_tokens * start_depth + num_tokens * (num_tokens + 1) // 2).sum())
-
-
-def forward_flops(model: ModelSpec, num_tokens: int, pairs: int) -> float:
-    """FLOPs of a forward: 2 per weight and token, 4 per (query, key) pair and attention channel.
-
-    Logits of every token are counted, trained or not; shared logits count once.
-    """
-    weights = model.num_layers * model.active_layer_parameters + model.embedding_parameters
-    return 2.0 * weights * num_tokens + 4.0 * model.num_layers * model.attention_width * pairs
-
-
 _TOTALS = (
     "num_samples",
     "num_groups",
@@ -97,11 +117,14 @@ _TOTALS = (
     "unique_tokens",
     "loss_tokens",
 )
+_AMOUNTS = ("tokens", "pairs", "head_tokens")
 _COUNTS = (
     "logical_tokens",
     "unique_tokens",
     "logical_pairs",
     "unique_pairs",
+    "logical_head_tokens",
+    "unique_head_tokens",
     "num_nodes",
     "num_leaves",
     "num_forks",
@@ -114,12 +137,15 @@ _HISTOGRAMS = (
 )
 
 
-def _level(tree: PrefixTree, lengths: IntArray, model: ModelSpec | None) -> dict[str, Any]:
+def _level(tree: PrefixTree, batch: SampleBatch, model: ModelSpec | None) -> dict[str, Any]:
+    dense, shared = dense_work(batch), shared_work(tree, batch)
     counts = {
-        "logical_tokens": tree.logical_tokens,
-        "unique_tokens": tree.unique_tokens,
-        "logical_pairs": sum_of_pairs(np.zeros(1, np.int64), lengths),
-        "unique_pairs": sum_of_pairs(tree.start_depth, tree.num_tokens),
+        "logical_tokens": dense.num_tokens,
+        "unique_tokens": shared.num_tokens,
+        "logical_pairs": dense.pairs,
+        "unique_pairs": shared.pairs,
+        "logical_head_tokens": dense.head_tokens,
+        "unique_head_tokens": shared.head_tokens,
     }
     return {**counts, **_bounds(counts, model), **_shape(tree)}
 
@@ -147,10 +173,11 @@ def _bounds(counts: dict[str, int], model: ModelSpec | None) -> dict[str, float]
         "speedup_bound_pairs": _ratio(counts["logical_pairs"], counts["unique_pairs"]),
     }
     if model is not None:
-        bounds["speedup_bound_flops"] = _ratio(
-            forward_flops(model, logical, counts["logical_pairs"]),
-            forward_flops(model, unique, counts["unique_pairs"]),
-        )
+        flops = [
+            model_flops(model, Work(*(counts[f"{kind}_{name}"] for name in _AMOUNTS)), "reference")
+            for kind in ("logical", "unique")
+        ]
+        bounds["speedup_bound_flops"] = _ratio(*flops)
     return bounds
 
 

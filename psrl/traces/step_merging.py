@@ -18,6 +18,8 @@ from .grouping import codes_by_appearance, trajectory_codes
 
 WHOLE_EPISODES = ("traj", "tree")
 """Sampling modes whose samples are merged already."""
+REASONS = ("rewritten", "trained_again", "other_mini_batch", "branched")
+"""Why a step is not appended to the one before it; see `MergedSteps`."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,13 @@ class MergedSteps:
     @property
     def appended(self) -> int:
         """Steps that became part of the sample that they continue."""
-        return self.num_steps - (
-            self.rewritten + self.trained_again + self.other_mini_batch + self.branched
-        )
+        apart = self.rewritten + self.trained_again + self.other_mini_batch + self.branched
+        return self.num_steps - apart
+
+    def counts(self) -> dict[str, int]:
+        """Samples after merging, and the steps by what became of them."""
+        names = ("num_steps", "appended", *REASONS)
+        return {"num_merged_samples": self.batch.num_samples} | {n: getattr(self, n) for n in names}
 
     def token_advantages(self) -> tuple[IntArray, IntArray, FloatArray]:
         """(sample, token, advantage) of every trained token: the file that an execution reads."""
@@ -85,7 +91,7 @@ def merge_steps(batch: SampleBatch, sampling_mode: str) -> MergedSteps:
     span_rows, _ = ragged_take(batch.loss_span_offsets, members)
     per_span = np.repeat(batch.advantage, np.diff(batch.loss_span_offsets))
     previous = _previous_step(batch)
-    reasons = dict.fromkeys(("rewritten", "trained_again", "other_mini_batch", "branched"), 0)
+    reasons = dict.fromkeys(REASONS, 0)
     appended = set(next_call.values())
     for step in set(previous) - appended:
         reasons[_reason(batch, previous[step], step)] += 1

@@ -93,9 +93,19 @@ def run_metrics(policy: str, phases: dict[str, dict[str, Any]]) -> dict[str, Any
         "lower_bound_s": None if policy == "verl" else 8.9,
         "gap": None if policy == "verl" else 0.0112,
         "phases": phases,
+        "arithmetic": VERL_WORK if policy == "verl" else PSRL_WORK,
     }
 
 
+# What the phases must compute: a quarter of the FLOPs, at rates that leave a third of the time.
+VERL_WORK = {
+    phase: {"flops": 4e15 * passes, "least_s": 3.0 * passes}
+    for phase, passes in (("log_old_prob", 1), ("reference", 1), ("update", 3))
+}
+PSRL_WORK = {
+    phase: {"flops": work["flops"] / 4, "least_s": work["least_s"] / 3}
+    for phase, work in VERL_WORK.items()
+}
 VERL = {
     "log_old_prob": phase(4.0, 3.0, 4.0, 0.25, 1_000_000, 0),
     "reference": phase(4.0, 3.0, 4.0, 0.25, 1_000_000, 0),
@@ -111,7 +121,6 @@ PSRL_FACTORS = {
     "log_old_prob": FORWARD_FACTORS,
     "reference": FORWARD_FACTORS,
     "update": {"speedup": 2.4, "cuts": 1.2, "placement": 1.0, "sharing": 2.0},
-    "bounds": {"token_bound": 4.0, "pair_bound": 3.2},
 }
 SETUP = {
     "model": MODELS["qwen2.5-7b"].model_dump(),

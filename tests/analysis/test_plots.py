@@ -13,10 +13,11 @@ from matplotlib.text import Text
 
 from psrl.analysis.figures import plots, series
 from psrl.analysis.figures.style import POLICY_COLOURS, save_figure, style
-from psrl.analysis.report.comparison import POLICY_ORDER, load_comparison
+from psrl.analysis.report.comparison import load_comparison
 from psrl.analysis.units import bytes_unit, number, percent, time_unit, times, tokens_unit
 from psrl.core.cost.cluster import ParallelConfig
 from psrl.core.plan.bytes_over_ops import MemoryState
+from psrl.core.plan.policy_names import POLICY_ORDER
 from psrl.core.run.events import EventLog
 from psrl.core.run.metrics import phase_metrics
 from tests.analysis.conftest import GIB, edit_json, make_events
@@ -100,8 +101,8 @@ def test_gain_series(comparison_run: Path) -> None:
         "forward phases": 2.0,
         "end to end": 20 / 9,
     }
-    assert psrl["token_bound"].round(9).tolist() == [4.0] * 3
-    assert psrl["pair_bound"].round(9).tolist() == [3.2] * 3
+    assert psrl["flop_ratio"].tolist() == [4.0] * 3
+    assert psrl["speedup_bound"].tolist() == [12 / 3, 8 / 2, 20 / 5]
     assert data.xs("verl", level="policy")["speedup"].tolist() == [1.0] * 3
 
 

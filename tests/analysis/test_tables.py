@@ -16,13 +16,14 @@ from psrl.core.errors import PsrlError
 from tests.analysis.conftest import edit_json, write_json
 
 GOLDEN = """\
-policy,makespan_s,speedup,update_makespan_s,update_speedup,forward_makespan_s,forward_speedup,\
+policy,makespan_s,speedup,merged_speedup,update_makespan_s,update_speedup,forward_makespan_s,\
+forward_speedup,flop_ratio,speedup_bound,\
 worker_time_min_s,worker_time_max_s,worker_time_max_over_min,bubble_fraction,executed_tokens,\
 logical_tokens,unique_tokens,prefix_match_rate,num_samples,logical_tokens_per_s,\
 unique_tokens_per_s,peak_memory_bytes,peak_kv_bytes,lower_bound_s,gap,memory_ratio
-verl,20,1,12,1,8,1,15,19,1.25,0.125,3000000,1000000,250000,0.75,8,150000,37500,\
+verl,20,1,,12,1,8,1,1,1.33333,15,19,1.25,0.125,3000000,1000000,250000,0.75,8,150000,37500,\
 53687091200,0,,,1
-psrl,9,2.22222,5,2.4,4,2,8.3,8.5,1.25,0.125,920000,1000000,250000,0.75,8,333333,83333.3,\
+psrl,9,2.22222,,5,2.4,4,2,4,4,8.3,8.5,1.25,0.125,920000,1000000,250000,0.75,8,333333,83333.3,\
 57982058496,4294967296,8.9,0.0112,1.08
 """
 
@@ -96,17 +97,19 @@ def test_only_phases_that_all_policies_ran_are_compared(comparison_run: Path) ->
     assert load_comparison(comparison_run).phases == ("log_old_prob", "update")
 
 
-def test_bounds_of_phases_combine_by_the_baselines_time(comparison_run: Path) -> None:
-    bounds = {
-        "log_old_prob": {"token_bound": 4.0, "pair_bound": 4.0},
-        "reference": {"token_bound": 4.0, "pair_bound": 4.0},
-        "update": {"token_bound": 2.0, "pair_bound": 3.0},
+def test_work_of_phases_adds_up(comparison_run: Path) -> None:
+    path = comparison_run / "policies" / "psrl" / "metrics.json"
+    work = {
+        "log_old_prob": {"flops": 1e15, "least_s": 0.5},
+        "reference": {"flops": 1e15, "least_s": 0.5},
+        "update": {"flops": 2e15, "least_s": 4.0},
     }
-    path = comparison_run / "policies" / "psrl" / "factors.json"
-    edit_json(path, lambda factors: factors.update(bounds=bounds))
+    edit_json(path, lambda metrics: metrics.update(arithmetic=work))
     comparison = load_comparison(comparison_run)
-    assert comparison.bound("psrl", "token_bound") == 20 / (4 / 4 + 4 / 4 + 12 / 2)
-    assert comparison.bound("psrl", "pair_bound", ("update",)) == 3.0
+    assert comparison.flop_ratio("psrl") == 20e15 / 4e15
+    assert comparison.flop_ratio("psrl", ("update",)) == 12e15 / 2e15
+    assert comparison.bound("psrl") == 20 / (0.5 + 0.5 + 4.0)
+    assert comparison.bound("psrl", ("update",)) == 12 / 4
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_a_missing_file_is_named(comparison_run: Path, name: str) -> None:
     [
         ("policies/verl/metrics.json", "makespan_s"),
         ("policies/psrl/factors.json", "update"),
-        ("policies/psrl/factors.json", "bounds"),
+        ("policies/psrl/metrics.json", "arithmetic"),
         ("sharing.json", "trace"),
         ("setup.json", "model"),
     ],

@@ -160,10 +160,11 @@ def test_the_command_writes_tables_and_figure(
     run = tmp_path / "run"
     assert main([*arguments, "--run-dir", str(run)]) == ExitCode.OK
     captured = capsys.readouterr()
-    assert "[2/2]" in captured.err
+    assert "[3/3]" in captured.err
     assert "ratios (the target)" in captured.out
     measured = json.loads((run / "measurements.json").read_text())
-    assert set(measured) == {"alfworld_8 step verl", "alfworld_8 step psrl"}
+    names = {"alfworld_8 step verl", "alfworld_8 step merged_dense", "alfworld_8 step psrl"}
+    assert set(measured) == names
     psrl = measured["alfworld_8 step psrl"]
     factors = psrl["factors"]["update"]
     product = factors["cuts"] * factors["placement"] * factors["sharing"]

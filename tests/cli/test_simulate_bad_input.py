@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from psrl.cli import main, simulate_output
+from psrl.cli import main, output
 from psrl.core.errors import ExitCode
 from psrl.sim import Progress
 
@@ -91,7 +91,7 @@ def test_an_interrupted_simulation_leaves_nothing_behind(
 ) -> None:
     trace, plan = planned
     runs = trace.parent / "runs"
-    monkeypatch.setattr("psrl.sim.simulate", interrupt)
+    monkeypatch.setattr("psrl.api.runs.replay_events", interrupt)
     command = ["simulate", str(plan), "--trace", str(trace), "--run-dir", str(runs / "one")]
     assert main([*command, "--quiet"]) == 130
     assert "nothing half-written was kept" in capsys.readouterr().err
@@ -115,8 +115,8 @@ def test_progress_comes_after_two_seconds_with_time_simulated_and_left(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 1.9, 4.0, 4.5, 8.0])
-    monkeypatch.setattr(simulate_output.time, "perf_counter", lambda: next(clock))
-    report = simulate_output.show_progress()
+    monkeypatch.setattr(output.time, "perf_counter", lambda: next(clock))
+    report = output.show_progress()
     report(Progress("update", 100, 1000, 1.0))
     assert capsys.readouterr().err == ""
     report(Progress("update", 250, 1000, 12.5))

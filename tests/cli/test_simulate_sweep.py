@@ -38,15 +38,17 @@ def test_rows_pictures_and_speed_ups(trace: Path, tmp_path: Path, capsys: Captur
     rows = found["rows"]
     assert [(r["num_devices"], r["data_parallel_size"], r["policy"]) for r in rows] == [
         (8, 2, "verl"),
+        (8, 2, "merged_dense"),
         (8, 2, "psrl"),
         (16, 4, "verl"),
+        (16, 4, "merged_dense"),
         (16, 4, "psrl"),
     ]
-    for row, base in zip(rows, (rows[0], rows[0], rows[2], rows[2]), strict=True):
+    for row, base in zip(rows, [rows[0]] * 3 + [rows[3]] * 3, strict=True):
         assert row["speedup"] == pytest.approx(base["makespan_s"] / row["makespan_s"])
         assert row["reason"] == ""
     assert json.loads((run / "metrics.json").read_text("utf-8"))["rows"] == rows
-    assert len((run / "sweep.csv").read_text("utf-8").splitlines()) == 5
+    assert len((run / "sweep.csv").read_text("utf-8").splitlines()) == 7
     assert (run / "plots" / "scaling.svg").exists()
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     for name in rows[0]:
@@ -60,7 +62,7 @@ def test_a_plan_that_does_not_fit_is_a_row_with_its_reason(
     tight = ("--set", "cluster.device.memory_bytes=1000000000", "--quiet")
     assert sweep(trace, tmp_path / "run", *tight) == ExitCode.OK
     text = capsys.readouterr().out
-    assert text.count("GiB at its peak") == 2
+    assert text.count("GiB at its peak") == 3
     assert "nan" not in text
 
 

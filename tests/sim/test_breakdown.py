@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psrl.core.cost.arithmetic import Work, dense_work, model_flops, phase_work
 from psrl.core.errors import PlanError
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch, make_batch
-from psrl.sim import OutOfMemory, SimOptions, sharing_bounds, simulate, speedup_factors
+from psrl.sim import OutOfMemory, SimOptions, least_work, simulate, speedup_factors
 from psrl.sim.blocks.block_effects import apply_block_policy
 from psrl.sim.blocks.block_policies import BlockPolicy
 from psrl.sim.iteration import iteration_metrics, modelled_rollout
@@ -25,7 +26,7 @@ COSTS = PlainCostModel(forward_token_s=1.0, backward_token_s=2.0)
 
 def factors(baseline: Plan, improved: Plan, batch: SampleBatch, phase: str) -> dict[str, float]:
     before, after = (simulate(p, batch, COSTS, phases=(phase,)) for p in (baseline, improved))
-    return speedup_factors(baseline, before, improved, after, batch)[phase]
+    return speedup_factors(baseline, before, improved, after)[phase]
 
 
 def forward_plan(batch: SampleBatch, samples: list[list[int]], num_stages: int = 1) -> Plan:
@@ -49,7 +50,7 @@ def test_the_factors_multiply_to_the_makespan_ratio(
         random_plan(seed, num_ranks, num_stages) for seed in (first, second)
     )
     before, after = simulate(baseline, other), simulate(plan, batch)
-    found = speedup_factors(baseline, before, plan, after, batch)[phase]
+    found = speedup_factors(baseline, before, plan, after)[phase]
     ratio = before.end_s[before.phase == phase].max() / after.end_s[after.phase == phase].max()
     product = found["sharing"] * found["placement"] * found["cuts"]
     assert found["speedup"] == ratio
@@ -114,32 +115,41 @@ def test_plans_of_other_layouts_or_phases_are_not_compared() -> None:
     plan, other = forward_plan(batch, [[0], [1]]), forward_plan(batch, [[0, 1]])
     events = simulate(plan, batch, COSTS)
     with pytest.raises(PlanError, match=r"\(1, 1, 1\) of test differ from \(1, 1, 2\)"):
-        speedup_factors(plan, events, other, simulate(other, batch, COSTS), batch)
+        speedup_factors(plan, events, other, simulate(other, batch, COSTS))
     update = make_plan([chains_program(batch, [[0], [1]])], num_ranks=2)
     with pytest.raises(PlanError, match="no phase in common"):
-        speedup_factors(plan, events, update, simulate(update, batch, COSTS), batch)
+        speedup_factors(plan, events, update, simulate(update, batch, COSTS))
     idle = simulate(plan, batch, PlainCostModel())
     with pytest.raises(PlanError, match="log_old_prob took no time"):
-        speedup_factors(plan, events, plan, idle, batch)
+        speedup_factors(plan, events, plan, idle)
 
 
-def test_factors_come_with_the_bounds_of_each_phase() -> None:
-    plan, batch = random_plan(6, num_ranks=2, num_stages=2)
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+def test_no_phase_is_faster_than_its_arithmetic(seed: int, num_ranks: int, num_stages: int) -> None:
+    plan, batch = random_plan(seed, num_ranks, num_stages)
     events = simulate(plan, batch)
-    found = speedup_factors(plan, events, plan, events, batch)
-    assert list(found) == [*PHASES, "bounds"]
-    assert found["bounds"] == {phase: sharing_bounds(batch, phase) for phase in PHASES}
+    for phase, work in least_work(plan, batch).items():
+        assert 0 < work["least_s"] <= events.end_s[events.phase == phase].max() * (1 + 1e-12)
 
 
-def test_bounds_count_tokens_and_visible_pairs() -> None:
+def test_a_plan_that_shares_needs_the_work_of_the_tree() -> None:
     batch = make_batch([[1, 2, 3], [1, 2, 4]], [[(1, 3)], [(1, 3)]], mini_batch=[0, 1])
-    # Each sample alone: 3 tokens, 1 + 2 + 3 pairs; the shared prefix has 2 tokens and 3 pairs.
-    assert sharing_bounds(batch, "reference") == {"token_bound": 6 / 4, "pair_bound": 12 / 9}
-    assert sharing_bounds(batch, "update") == {"token_bound": 1.0, "pair_bound": 1.0}
+    alone = chains_batch([3, 3])
+    dense = least_work(forward_plan(alone, [[0], [1]]), alone)["reference"]
+    # Each sample alone: 3 tokens, 1 + 2 + 3 pairs, 2 predicted; the prefix has 2, 3 and 2.
+    model = forward_plan(alone, [[0], [1]]).model
+    shared, separate = (phase_work(batch, p, shares=True) for p in ("reference", "update"))
+    assert shared == Work(4, 9, 2)
+    assert separate == phase_work(batch, "reference", shares=False) == Work(6, 12, 4)
+    ratio = model_flops(model, separate, "reference") / model_flops(model, shared, "reference")
+    assert 12 / 9 < ratio < 4 / 2
+    assert dense["flops"] == model_flops(model, dense_work(alone), "reference")
 
 
-def test_bounds_of_an_empty_batch_are_one() -> None:
-    assert sharing_bounds(make_batch([], []), "update") == {"token_bound": 1.0, "pair_bound": 1.0}
+def test_nothing_is_the_work_of_an_empty_batch() -> None:
+    assert phase_work(make_batch([], []), "update", shares=True) == Work(0, 0, 0)
 
 
 def names(value: dict[str, Any]) -> set[str]:
@@ -155,12 +165,13 @@ def test_every_metric_is_documented() -> None:
     plan, batch = random_plan(5, num_ranks=2, num_stages=2)
     events = simulate(plan, batch)
     emitted = names(run_metrics(plan, batch, events))
-    emitted |= names(speedup_factors(plan, events, plan, events, batch))
+    emitted |= names(speedup_factors(plan, events, plan, events))
+    emitted |= names(least_work(plan, batch))
     emitted |= names(apply_block_policy(plan, batch, BlockPolicy()).metrics)
     rollout = modelled_rollout(batch, tokens_per_s=10.0)
     emitted |= names(iteration_metrics(rollout, run_metrics(plan, batch, events)))
     emitted |= {f.name for f in (*fields(OutOfMemory), *fields(SimOptions))}
-    assert {"makespan_s", "cuts", "token_bound"} <= emitted
+    assert {"makespan_s", "cuts", "least_s"} <= emitted
     text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text("utf-8")
     rows = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")}
     assert {f"`{name}`" for name in emitted} <= rows

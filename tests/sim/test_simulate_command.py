@@ -64,7 +64,7 @@ def test_options_are_in_force_and_in_the_result(
 
 
 def names(value: object) -> set[str]:
-    """Keys at any depth; those of `phases` and `slow_ranks` are values, not names."""
+    """Keys at any depth; those of phases and of `slow_ranks` are values, not names."""
     if isinstance(value, list):
         return set().union(*map(names, value))
     if not isinstance(value, dict):
@@ -72,7 +72,7 @@ def names(value: object) -> set[str]:
     found: set[str] = set()
     for key, inner in value.items():
         found.add(key)
-        if key == "phases":
+        if key in ("phases", "arithmetic"):
             found |= names(list(inner.values()))
         elif key != "slow_ranks":
             found |= names(inner)
@@ -88,7 +88,7 @@ def test_every_name_in_the_result_is_documented(
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    sections = {"warnings", "simulation", "blocks", "iteration", "out_of_memory"}
+    sections = {"warnings", "simulation", "blocks", "iteration", "out_of_memory", "arithmetic"}
     assert sections <= set(re.findall(r"`(\w+)`", text))
     assert found - sections <= listed
 
@@ -115,7 +115,7 @@ def test_a_timeline_is_written_unless_it_is_large_or_unwanted(
     records = json.loads(gzip.decompress((tmp_path / "default" / "timeline.json.gz").read_bytes()))
     assert {r["ph"] for r in records["traceEvents"]} == {"M", "X", "C", "s", "f"}
     simulated(capsys, planned, tmp_path / "unwanted", "--no-timeline")
-    monkeypatch.setattr("psrl.cli.simulate_output.MAX_TIMELINE_EVENTS", 1)
+    monkeypatch.setattr("psrl.api.runs.MAX_TIMELINE_EVENTS", 1)
     simulated(capsys, planned, tmp_path / "large")
     simulated(capsys, planned, tmp_path / "forced", "--timeline")
     written = [

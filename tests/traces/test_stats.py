@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from psrl.core.cost.arithmetic import Work, model_flops
 from psrl.core.cost.presets import MODELS
 from psrl.core.samples.sample import SampleBatch, make_batch
-from psrl.traces.stats import LEVELS, forward_flops, sharing_stats, total_stats
+from psrl.traces.stats import LEVELS, sharing_stats, total_stats
 from tests.traces.random_batches import step_batches
 from tests.traces.test_derived import token_paths
 
@@ -67,13 +68,24 @@ def test_totals_of_iterations_that_share_nothing(first: SampleBatch, second: Sam
     assert total_stats(parts[:1]) is parts[0]
 
 
-def test_flops_count_weights_and_pairs() -> None:
+def test_flops_count_weights_pairs_and_logits() -> None:
     model = MODELS["qwen2.5-0.5b"]
-    weights = 24 * model.active_layer_parameters + 151936 * 896
-    assert forward_flops(model, 10, 0) == 20 * weights
-    assert forward_flops(model, 0, 10) == 40 * 24 * 896
+    assert (
+        model_flops(model, Work(10, 0, 0), "reference") == 20 * 24 * model.active_layer_parameters
+    )
+    assert model_flops(model, Work(0, 10, 0), "reference") == 40 * 24 * 896
+    assert model_flops(model, Work(0, 0, 10), "reference") == 20 * 151936 * 896
+    assert model_flops(model, Work(1, 0, 2), "update") == 3 * model_flops(
+        model, Work(1, 0, 2), "reference"
+    )
+    assert model_flops(model, Work(0, 2, 0), "update") == 7 * model_flops(
+        model, Work(0, 1, 0), "reference"
+    )
     batch = make_batch([[1, 2, 3], [1, 2, 4]], [[(1, 2)], [(1, 2)]])
     level: dict[str, Any] = sharing_stats(batch, model)["overall"]
     assert (level["logical_pairs"], level["unique_pairs"]) == (12, 9)
-    expected = forward_flops(model, 6, 12) / forward_flops(model, 4, 9)
-    assert level["speedup_bound_flops"] == expected
+    assert (level["logical_head_tokens"], level["unique_head_tokens"]) == (2, 1)
+    dense, shared = (
+        model_flops(model, work, "reference") for work in (Work(6, 12, 2), Work(4, 9, 1))
+    )
+    assert level["speedup_bound_flops"] == dense / shared

@@ -29,7 +29,7 @@ _BAR = 0.62
 
 
 def gain(data: pd.DataFrame, baseline: str) -> Figure:
-    """Bars of speed-up over the baseline, a panel per part of the iteration, with bounds.
+    """Bars of speed-up over the baseline, a panel per part of the iteration, each with its bound.
 
     Args:
         data: `series.gain_series`.
@@ -37,7 +37,7 @@ def gain(data: pd.DataFrame, baseline: str) -> Figure:
     """
     parts = list(dict.fromkeys(data["part"]))
     policies = list(dict.fromkeys(data["policy"]))
-    largest = float(np.nanmax(data[["speedup", "token_bound", "pair_bound"]].to_numpy()))
+    largest = float(np.nanmax(data[["speedup", "speedup_bound"]].to_numpy()))
     with style():
         fig, axes = policy_panels(len(parts), len(policies), legend=True)
         for ax, part in zip(axes, parts, strict=True):
@@ -45,18 +45,59 @@ def gain(data: pd.DataFrame, baseline: str) -> Figure:
             policy_rows(ax, policies)
             ax.set_xlim(0, largest * 1.06)
             ax.axvline(1.0, color=FAINT, linewidth=0.8, zorder=0.5)
-            for row, (policy, speedup, tokens, pairs) in enumerate(
-                mine[["policy", "speedup", "token_bound", "pair_bound"]].itertuples(index=False)
+            for row, (policy, speedup, bound) in enumerate(
+                mine[["policy", "speedup", "speedup_bound"]].itertuples(index=False)
             ):
                 bar = ax.barh(row, speedup, _BAR, color=policy_colour(policy))
-                label_bar(ax, bar, times(speedup), (tokens, pairs))
-                for bound, dashes in ((tokens, "solid"), (pairs, (0, (2, 1.2)))):
-                    ax.plot([bound] * 2, [row - 0.5, row + 0.5], color=INK, linestyle=dashes)
+                label_bar(ax, bar, times(speedup), (bound,))
+                ax.plot([bound] * 2, [row - 0.42, row + 0.42], color=INK)
             ax.set_title(part)
             ax.set_xlabel(f"speed-up over {baseline} (x)")
         handles = [
-            Line2D([], [], color=INK, label="bound by tokens"),
-            Line2D([], [], color=INK, linestyle=(0, (2, 1.2)), label="bound by visible pairs"),
+            Line2D([], [], color=INK, label="bound: the work of this row on devices never idle")
+        ]
+        fig.legend(handles=handles, loc="outside lower center")
+    return fig
+
+
+def rungs(data: pd.DataFrame) -> Figure:
+    """From dense steps to psRL: a bar per rung that starts where the one above it ends.
+
+    Args:
+        data: `ladder.ladder`.
+    """
+    names = data["rung"].tolist()
+    largest = float(data["speedup_bound"].max())
+    with style():
+        fig, (ax,) = policy_panels(1, len(names), legend=True)
+        policy_rows(ax, names)
+        start = 1.0
+        for row, (policy, factor, speedup, bound) in enumerate(
+            data[["policy", "factor", "speedup", "speedup_bound"]].itertuples(index=False)
+        ):
+            # The shared rung is computed from the policy's work, not a run of its own.
+            is_run = row != len(names) - 2
+            low, width = min(start, speedup), abs(speedup - start)
+            colour = policy_colour(policy)
+            ax.barh(row, width, _BAR, left=low, color=colour, alpha=1.0 if is_run else 0.5)
+            ax.plot(speedup, row, marker="D", markersize=4, color=INK, zorder=3)
+            ax.plot([bound] * 2, [row - 0.42, row + 0.42], color=INK)
+            step = "" if row == 0 else f"x {factor:.2f} = "
+            ax.annotate(
+                f"{step}{times(speedup)} of {times(bound)}",
+                (max(start, bound), row),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+            start = speedup
+        log_axis(ax, 1.0, largest)
+        ax.set_xlim(right=1.9 * largest)
+        ax.set_xlabel("speed-up over dense training of the samples as recorded (x, log scale)")
+        handles = [
+            Line2D([], [], color=INK, marker="D", linestyle="", markersize=4, label="speed-up"),
+            Line2D([], [], color=INK, label="bound: the work of the rung on devices never idle"),
         ]
         fig.legend(handles=handles, loc="outside lower center", ncols=2)
     return fig
@@ -91,6 +132,7 @@ def factors(data: pd.DataFrame, baseline: str) -> Figure:
                         textcoords="offset points",
                         va="center",
                         fontsize=7.5,
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
                     )
                     low, high = min(low, end), max(high, end)
                     start = end
@@ -145,7 +187,7 @@ def memory_over_time(data: pd.DataFrame, phase: str, limit_bytes: float) -> Figu
                 where = f"rank {part['rank'].iloc[0]}, stage {part['stage'].iloc[0]}"
                 peak = f"peak {unit.text(part['bytes'].max())} ({where})"
                 peak = peak if part["bytes"].any() else "nothing cached"
-                ax.set_title(peak, loc="right", fontweight="normal")
+                ax.set_title(peak, loc="right", fontweight="normal", fontsize=8)
                 if row == len(policies) - 1:
                     ax.set_xlabel(f"share of the {phase} phase (%)")
             label = "memory" if view == "all memory" else "cached K/V"

@@ -1,12 +1,11 @@
 """The numbers behind each figure, as tables in base units."""
 
 from collections.abc import Callable
-from math import nan
 
 import numpy as np
 import pandas as pd
 
-from psrl.analysis.report.comparison import BOUNDS, FACTORS, Comparison
+from psrl.analysis.report.comparison import FACTORS, Comparison
 from psrl.core.run.events import Events
 
 MAX_TIMELINE_ROWS = 12
@@ -25,8 +24,8 @@ def gain_series(comparison: Comparison) -> pd.DataFrame:
             "speedup": comparison.speedup(policy, phases),
         }
         | {
-            name: comparison.bound(policy, name, phases) if policy in comparison.bounds else nan
-            for name in BOUNDS
+            "flop_ratio": comparison.flop_ratio(policy, phases),
+            "speedup_bound": comparison.bound(policy, phases),
         }
         for part, phases in parts.items()
         for policy in comparison.policies

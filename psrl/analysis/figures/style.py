@@ -18,6 +18,7 @@ FAINT = "#8a8a8a"
 # Tell-apart colours for colour-blind readers (Okabe and Ito, Tol); vermilion only for psrl.
 POLICY_COLOURS = {
     "verl": "#777777",
+    "merged_dense": "#332288",
     "vllm_ps": "#56b4e9",
     "sglang_ps": "#0072b2",
     "sharing_agnostic": "#cc79a7",

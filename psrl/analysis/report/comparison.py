@@ -12,26 +12,14 @@ from pydantic import ValidationError
 
 from psrl.core.errors import ConfigError, suggest
 from psrl.core.plan.plan import PHASES
+from psrl.core.plan.policy_names import MERGED_DENSE, POLICY_ORDER
 from psrl.core.run.config import Setup
 from psrl.core.run.events import Events
 from psrl.core.run.run_directory import read_json
 
 from .merge_warnings import merge_warnings
 
-POLICY_ORDER = (
-    "verl",
-    "vllm_ps",
-    "sglang_ps",
-    "sharing_agnostic",
-    "prefix_match_first",
-    "balance_first",
-    "first_fit",
-    "dfs_cut",
-    "psrl",
-    "optimal",
-)
 FACTORS = ("cuts", "placement", "sharing")
-BOUNDS = ("token_bound", "pair_bound")
 
 _PHASE_FIELDS = (
     "makespan_s",
@@ -69,13 +57,14 @@ class Comparison:
         policies: names, the baseline first.
         metrics: policy -> `core.metrics.run_metrics`.
         factors: policy -> phase -> speedup, sharing, placement, cuts; without the baseline.
-        bounds: policy -> phase -> token_bound, pair_bound; without the baseline.
         sharing: sampling mode -> token counts.
         trace: path, content_hash, source, licence and sampling_mode.
         executed: policy -> metrics of the run on devices, for those that ran.
         exactness: quantity, largest_relative_difference, tolerance; empty if not checked.
         plan_time_s: policy -> time to plan, where the manifest has it.
         warnings: how predictions leave the domain of their calibration.
+        merging: num_merged_samples, num_steps, appended, and why the other steps were not; None
+            for samples that are whole episodes already.
     """
 
     path: Path
@@ -83,7 +72,6 @@ class Comparison:
     policies: tuple[str, ...]
     metrics: dict[str, dict[str, Any]]
     factors: dict[str, dict[str, dict[str, float]]]
-    bounds: dict[str, dict[str, dict[str, float]]]
     setup: Setup
     sharing: dict[str, dict[str, Any]]
     trace: dict[str, str]
@@ -91,6 +79,7 @@ class Comparison:
     exactness: list[dict[str, Any]]
     plan_time_s: dict[str, float]
     warnings: list[str]
+    merging: dict[str, int] | None = None
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -125,17 +114,27 @@ class Comparison:
         chosen = self.phases if phases is None else tuple(phases)
         return self.makespan_s(self.baseline, chosen) / self.makespan_s(policy, chosen)
 
-    def bound(self, policy: str, name: str, phases: Iterable[str] | None = None) -> float:
-        """Largest speed-up of some phases (default all) if each reached its bound.
+    def over_merged(self, policy: str) -> float:
+        """Time of dense training of the merged steps over the policy's; NaN without it."""
+        if MERGED_DENSE not in self.policies:
+            return math.nan
+        return self.makespan_s(MERGED_DENSE) / self.makespan_s(policy)
 
-        Args:
-            name: token_bound or pair_bound.
-        """
+    def flop_ratio(self, policy: str, phases: Iterable[str] | None = None) -> float:
+        """The baseline's FLOPs over those that the policy must spend: all shared, if it shares."""
         chosen = self.phases if phases is None else tuple(phases)
-        shortest_s = sum(
-            self.makespan_s(self.baseline, (p,)) / self.bounds[policy][p][name] for p in chosen
+        base, mine = (
+            sum(float(self.metrics[p]["arithmetic"][phase]["flops"]) for phase in chosen)
+            for p in (self.baseline, policy)
         )
-        return self.makespan_s(self.baseline, chosen) / shortest_s if shortest_s else math.nan
+        return base / mine if mine else math.nan
+
+    def bound(self, policy: str, phases: Iterable[str] | None = None) -> float:
+        """Largest speed-up that the policy's arithmetic allows, were its devices never idle."""
+        chosen = self.phases if phases is None else tuple(phases)
+        arithmetic = self.metrics[policy]["arithmetic"]
+        least_s = sum(float(arithmetic[phase]["least_s"]) for phase in chosen)
+        return self.makespan_s(self.baseline, chosen) / least_s if least_s else math.nan
 
     def events(self, policy: str) -> Events:
         """Events of the simulated run of one policy."""
@@ -165,13 +164,10 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
             f"choose a baseline out of {', '.join(sorted(found))}, or compare with it included",
         )
     policies = (baseline, *(p for p in sorted(found, key=_rank) if p != baseline))
-    metrics = {p: _metrics(folder / p / "metrics.json") for p in policies}
+    metrics = {p: _metrics(folder / p / "metrics.json", ("arithmetic",)) for p in policies}
     if not set.intersection(*(set(m["phases"]) for m in metrics.values())):
         raise ConfigError(f"{run}: no phase was run by every policy", "compare again")
-    factors, bounds = {}, {}
-    for policy in policies[1:]:
-        path = folder / policy / "factors.json"
-        factors[policy], bounds[policy] = _factors(path, metrics[policy]["phases"])
+    factors = {p: _factors(folder / p / "factors.json", metrics[p]["phases"]) for p in policies[1:]}
     sharing = read_json(run / "sharing.json")
     _require(sharing, ("trace",), run / "sharing.json")
     trace = sharing.pop("trace")
@@ -179,13 +175,13 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
     executed = run / "executed"
     ran = [p for p in policies if (executed / p).is_dir()]
     exactness, manifest = run / "exactness.json", run / "manifest.json"
+    merging = run / "merging.json"
     return Comparison(
         path=run,
         baseline=baseline,
         policies=policies,
         metrics=metrics,
         factors=factors,
-        bounds=bounds,
         setup=_setup(run / "setup.json"),
         sharing=sharing,
         trace=trace,
@@ -193,6 +189,38 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
         exactness=_checks(exactness) if exactness.exists() else [],
         plan_time_s=read_json(manifest).get("plan_time_s", {}) if manifest.exists() else {},
         warnings=merge_warnings({p: metrics[p].get("warnings", []) for p in policies}),
+        merging=read_json(merging) if merging.exists() else None,
+    )
+
+
+def comparison_of(
+    baseline: str,
+    setup: Setup,
+    metrics: dict[str, dict[str, Any]],
+    factors: dict[str, dict[str, dict[str, float]]],
+    plan_time_s: dict[str, float],
+    merging: dict[str, int] | None,
+) -> Comparison:
+    """A comparison that was not written, without events, for its tables.
+
+    Args:
+        metrics, factors, plan_time_s: by policy; all as in `Comparison`.
+    """
+    others = (p for p in sorted(metrics, key=_rank) if p != baseline)
+    return Comparison(
+        path=Path(),
+        baseline=baseline,
+        policies=(baseline, *others),
+        metrics=metrics,
+        factors=factors,
+        setup=setup,
+        sharing={},
+        trace={},
+        executed={},
+        exactness=[],
+        plan_time_s=plan_time_s,
+        warnings=[],
+        merging=merging,
     )
 
 
@@ -219,9 +247,9 @@ def _rank(policy: str) -> tuple[int, str]:
     return (POLICY_ORDER.index(policy) if known else len(POLICY_ORDER), policy)
 
 
-def _metrics(path: Path) -> dict[str, Any]:
+def _metrics(path: Path, further: tuple[str, ...] = ()) -> dict[str, Any]:
     metrics: dict[str, Any] = read_json(path)
-    _require(metrics, _RUN_FIELDS, path)
+    _require(metrics, (*_RUN_FIELDS, *further), path)
     for phase in metrics["phases"].values():
         _require(phase, _PHASE_FIELDS, path)
     for entry in (metrics, *metrics["phases"].values()):
@@ -231,21 +259,13 @@ def _metrics(path: Path) -> dict[str, Any]:
     return metrics
 
 
-def _factors(
-    path: Path, ran: Iterable[str]
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Factors and bounds per phase; `bounds` of the file is per phase or one for all phases."""
-    raw = read_json(path)
-    _require(raw, (*ran, "bounds"), path)
-    factors = {phase: raw[phase] for phase in ran}
-    same = "token_bound" in raw["bounds"]
-    if not same:
-        _require(raw["bounds"], ran, path)
-    bounds = {phase: raw["bounds"] if same else raw["bounds"][phase] for phase in ran}
+def _factors(path: Path, ran: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Factors per phase."""
+    raw: dict[str, dict[str, float]] = read_json(path)
+    _require(raw, ran, path)
     for phase in ran:
-        _require(factors[phase], ("speedup", *FACTORS), path)
-        _require(bounds[phase], BOUNDS, path)
-    return factors, bounds
+        _require(raw[phase], ("speedup", *FACTORS), path)
+    return {phase: raw[phase] for phase in ran}
 
 
 def _require(value: dict[str, Any], keys: Iterable[str], path: Path) -> None:

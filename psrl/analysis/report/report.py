@@ -1,4 +1,4 @@
-"""Self-contained HTML report of a comparison: six questions, each with a picture and a sentence."""
+"""Self-contained HTML report of a comparison: questions, each with a picture and a sentence."""
 
 import base64
 import math
@@ -18,6 +18,7 @@ from psrl.analysis.units import percent
 from psrl.core.files import write_file
 
 from .comparison import Comparison, load_comparison
+from .ladder import display_ladder, ladder
 from .sentences import (
     NOT_MODELLED,
     assumptions,
@@ -26,7 +27,9 @@ from .sentences import (
     exactness_sentence,
     failed_checks,
     gain_sentence,
+    ladder_sentence,
     memory_sentence,
+    merging_sentence,
     recommended_policy,
     run_sentence,
     why_sentence,
@@ -34,6 +37,12 @@ from .sentences import (
 )
 
 _TEMPLATE = "report.html.jinja"
+_LADDER_CAPTION = (
+    "Each rung trains the same tokens in the same contexts. Shared is the dense rung above it with "
+    "less to compute; placed and cut is the run itself. FLOP ratio: the first rung's FLOPs over "
+    "those of the rung. Bound: the first rung's time over that of the rung's arithmetic on devices "
+    "that are never idle."
+)
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,9 @@ def write_figures(comparison: Comparison) -> dict[str, Path]:
         "throughput": (run_plots.throughput(rates), rates),
         "micro_batch_times": (run_plots.micro_batch_times(ops, phase), ops),
     }
+    rungs = ladder(comparison)
+    if not rungs.empty:
+        drawn["ladder"] = (plots.rungs(rungs), rungs)
     if not factors.empty:
         drawn["factors"] = (plots.factors(factors, baseline), factors)
     if not predicted.empty:
@@ -148,7 +160,7 @@ def write_figures(comparison: Comparison) -> dict[str, Path]:
 def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
     pictures = write_figures(comparison)
     predicted = series.predicted_series(comparison)
-    factors = series.factors_series(comparison)
+    factors, rungs = series.factors_series(comparison), ladder(comparison)
     phase, best = comparison.main_phase, recommended_policy(comparison)
 
     def show(**captions: str) -> list[Picture]:
@@ -159,19 +171,19 @@ def _sections(comparison: Comparison, shown_path: Path) -> list[Section]:
             "What do I gain?",
             gain_sentence(comparison),
             show(
-                gain="Speed-up of each policy over the baseline. The bounds are of sharing alone: "
-                "by tokens where projections dominate, by visible pairs where attention does; a "
-                "workload lies between, and better cuts and placement come on top.",
+                gain="Speed-up of each policy over the baseline. No plan can pass a bound: all "
+                "devices would do the arithmetic of the row at the model's rates, all the time.",
                 iteration_stack="Where the time of one iteration goes.",
             ),
         ),
+        *_ladder(comparison, rungs, show(ladder=_LADDER_CAPTION)),
         Section(
             "Why?",
             why_sentence(comparison, factors),
             show(
-                factors="Sharing: less to compute. Placement: the slowest rank is nearer to the "
-                "mean. Cuts: fewer bubbles and waits. Each bar starts where the one above it "
-                "ends, and the diamond is their product.",
+                factors="Sharing: less to compute (merged_dense: by merging). Placement: the "
+                "slowest rank is nearer to the mean. Cuts: fewer bubbles and waits. Each bar "
+                "starts where the one above it ends, and the diamond is their product.",
                 tokens="Tokens computed over all ranks; a prefix that two ranks need counts twice.",
             ),
         ),
@@ -218,6 +230,22 @@ def _title(comparison: Comparison) -> str:
     what = "scheduling policy" if count == 1 else "scheduling policies"
     where = f"{cluster.num_devices:,} x {cluster.device.name}"
     return f"{count} {what}: {comparison.setup.model.name} on {where}"
+
+
+def _ladder(comparison: Comparison, rungs: pd.DataFrame, figures: list[Picture]) -> list[Section]:
+    """How much of the gain is left over what users do without psRL."""
+    merging = [] if comparison.merging is None else [merging_sentence(comparison)]
+    if rungs.empty and not merging:
+        return []
+    climbed = [] if rungs.empty else [ladder_sentence(rungs)]
+    return [
+        Section(
+            "Against what?",
+            " ".join([*climbed, *merging]),
+            figures,
+            tables=[] if rungs.empty else [display_ladder(rungs)],
+        )
+    ]
 
 
 def _evidence(comparison: Comparison) -> list[pd.DataFrame]:

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from psrl.analysis.units import bytes_unit, number, percent, time_unit, times
+from psrl.core.plan.policy_names import MERGED_DENSE
 
 from .comparison import FACTORS, Comparison
 
@@ -51,14 +52,61 @@ def gain_sentence(comparison: Comparison) -> str:
             f"{times(comparison.speedup(focus, comparison.forward_phases))} in the forward phases"
         )
     text += (
-        f"; sharing alone is bounded by {times(comparison.bound(focus, 'token_bound'))} in tokens "
-        f"and {times(comparison.bound(focus, 'pair_bound'))} in visible pairs"
+        f"; it needs {times(comparison.flop_ratio(focus))} fewer FLOPs, and no plan of that work "
+        f"gains more than {times(comparison.bound(focus))}"
     )
+    over_merged = comparison.over_merged(focus)
+    if not math.isnan(over_merged):
+        text += f". Over dense training of the merged steps it gains {times(over_merged)}"
     fastest = min(comparison.policies, key=comparison.makespan_s)
     best = comparison.speedup(fastest)
     if best > speedup * (1 + _SAME):
         text += f". The fastest policy is {fastest} at {times(best)}"
     return text + "."
+
+
+_REASONS = {
+    "rewritten": "do not continue the step before: their history was rewritten",
+    "trained_again": "train a token again that the step before trains",
+    "other_mini_batch": "are trained by another optimizer step than the step before",
+    "branched": "branch off where another step continues",
+}
+
+
+def merging_sentence(comparison: Comparison) -> str:
+    """How many steps merge into whole trajectories exactly, and why the others do not.
+
+    Raises:
+        ValueError: if the samples are whole trajectories already.
+    """
+    counts = comparison.merging
+    if counts is None:
+        raise ValueError("nothing to merge")
+    num_steps, appended = counts["num_steps"], counts["appended"]
+    if not num_steps:
+        return "No sample has a step before it, so there is nothing to merge."
+    reasons = [
+        f"{counts[name]:,} of {num_steps:,} steps {text}"
+        for name, text in _REASONS.items()
+        if counts[name]
+    ]
+    why = "; ".join(reasons)
+    if not appended:
+        return f"Merging the steps is not possible: {why}."
+    text = (
+        f"{appended:,} of {num_steps:,} steps continue the one before and merge into "
+        f"{counts['num_merged_samples']:,} samples that train the same tokens in the same "
+        f"contexts: {MERGED_DENSE} trains those"
+    )
+    return f"{text}. The others cannot merge: {why}." if reasons else f"{text}."
+
+
+def ladder_sentence(rungs: pd.DataFrame) -> str:
+    """The rungs of `ladder` and their factors."""
+    steps = rungs.to_dict("records")
+    climbed = ", then ".join(f"{times(row['factor'])} {row['rung']}" for row in steps[1:])
+    total = times(steps[-1]["speedup"])
+    return f"From {steps[0]['rung']} to {steps[-1]['policy']}: {climbed}; together {total}."
 
 
 def why_sentence(comparison: Comparison, factors: pd.DataFrame) -> str:
