@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from psrl.core.errors import ConfigError
 from psrl.core.run.relative_error import relative_error
-from psrl.core.run.run_directory import read_json
+from psrl.core.run.run_directory import read_json, read_manifest
 from psrl.core.samples.sample import FloatArray
 
 TOLERANCE = 5e-6
@@ -60,10 +60,11 @@ def exactness(run_a: Path, run_b: Path, tolerance: float = TOLERANCE) -> list[di
 
 
 def _trace_hash(run: Path) -> str:
-    path = run / "manifest.json"
-    manifest = read_json(path)
+    manifest = read_manifest(run)
     if "trace_hash" not in manifest:
-        raise ConfigError(f"{path}: no trace_hash", "is this a run of `psrl execute`?")
+        raise ConfigError(
+            f"{run / 'manifest.json'}: no trace_hash", "is this a run of `psrl execute`?"
+        )
     return str(manifest["trace_hash"])
 
 

@@ -12,7 +12,7 @@ from scipy.stats import kendalltau
 from psrl.core.errors import ConfigError
 from psrl.core.plan.plan import PHASES
 from psrl.core.run.events import Events
-from psrl.core.run.run_directory import read_json
+from psrl.core.run.run_directory import read_manifest
 
 from .tables import aligned
 from .units import bytes_unit, percent, time_unit
@@ -62,7 +62,7 @@ def _check_kinds(measured: Path, simulated: Path) -> None:
             )
         path = run / "manifest.json"
         # The folder of a policy inside a comparison has none; it is simulated.
-        manifest = read_json(path) if path.exists() else {"kind": "simulated"}
+        manifest = read_manifest(run) if path.exists() else {"kind": "simulated"}
         if manifest.get("kind") != kind:
             raise ConfigError(
                 f"{run} holds a run of kind {manifest.get('kind')!r}, expected {kind!r}",

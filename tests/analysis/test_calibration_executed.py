@@ -160,7 +160,7 @@ def write_run(folder: Path, plan: Plan, **how: Any) -> Path:
     folder.mkdir(parents=True)
     run_plan(plan, **how).save(folder / "events.parquet")
     plan.save(folder / "plan")
-    (folder / "manifest.json").write_text(json.dumps({"kind": "executed"}))
+    (folder / "manifest.json").write_text(json.dumps({"schema_version": 1, "kind": "executed"}))
     (folder / "metrics.json").write_text(json.dumps({"dtype": "float32"}))
     return folder
 
@@ -277,10 +277,12 @@ def test_wrong_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no events"):
         expand_runs([tmp_path])
     run = write_run(tmp_path / "run", make_plan(0))
-    (run / "manifest.json").write_text(json.dumps({"kind": "simulated"}))
+    (run / "manifest.json").write_text(json.dumps({"schema_version": 1, "kind": "simulated"}))
     with pytest.raises(ConfigError, match="'simulated'"):
         read_run(run)
-    (run / "manifest.json").write_text(json.dumps({"kind": "executed", "plan": "gone"}))
+    (run / "manifest.json").write_text(
+        json.dumps({"schema_version": 1, "kind": "executed", "plan": "gone"})
+    )
     (run / "plan").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="at none of"):
         read_run(run)

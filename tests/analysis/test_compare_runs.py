@@ -38,7 +38,7 @@ def make_run(
     )
     pq.write_table(table.take(list(order)), path / "logprobs.parquet")
     write_json(path / "metrics.json", {"loss": loss})
-    write_json(path / "manifest.json", {"trace_hash": trace_hash})
+    write_json(path / "manifest.json", {"schema_version": 1, "trace_hash": trace_hash})
     save_file(gradients, path / "gradients.safetensors")
     return path
 

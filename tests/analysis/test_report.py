@@ -68,7 +68,9 @@ def test_report_is_self_contained(executed_run: Path) -> None:
 @pytest.mark.slow
 def test_report_is_deterministic_and_leaves_the_pictures(comparison_run: Path) -> None:
     first = write_report(comparison_run).read_bytes()
-    write_json(comparison_run / "manifest.json", {"plan_time_s": {"psrl": 3.0}})
+    write_json(
+        comparison_run / "manifest.json", {"schema_version": 1, "plan_time_s": {"psrl": 3.0}}
+    )
     assert write_report(comparison_run).read_bytes() == first
     names = {path.name for path in (comparison_run / "plots").iterdir()}
     stems = ["gain", "factors", "memory_over_time", "worker_times", "timeline", "tokens"]

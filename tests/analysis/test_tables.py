@@ -74,7 +74,9 @@ def test_planning_time_comes_from_the_manifest_and_stays_out_of_the_csv(
     comparison_run: Path,
 ) -> None:
     assert comparison_table(comparison_run)["plan_time_s"].isna().all()
-    write_json(comparison_run / "manifest.json", {"plan_time_s": {"psrl": 1.5}})
+    write_json(
+        comparison_run / "manifest.json", {"schema_version": 1, "plan_time_s": {"psrl": 1.5}}
+    )
     table = write_comparison(comparison_run)
     assert math.isnan(table["plan_time_s"][0])
     assert table["plan_time_s"][1] == 1.5

@@ -10,7 +10,7 @@ import numpy as np
 from psrl.core.errors import ConfigError
 from psrl.core.plan.plan import Plan
 from psrl.core.run.events import Events
-from psrl.core.run.run_directory import read_json
+from psrl.core.run.run_directory import read_json, read_manifest
 from psrl.core.samples.sample import FloatArray, IntArray, StrArray
 
 _BYTES_OF_DTYPE = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -62,7 +62,7 @@ def read_run(directory: Path) -> ExecutedRun:
         ConfigError: if it is no executed run, or its plan cannot be found.
         PlanError: if events or plan are damaged.
     """
-    manifest = read_json(directory / "manifest.json")
+    manifest = read_manifest(directory)
     if manifest.get("kind") != "executed":
         raise ConfigError(
             f"{directory} holds a run of kind {manifest.get('kind')!r}, not an executed one",

@@ -15,7 +15,7 @@ from psrl.core.plan.plan import PHASES
 from psrl.core.plan.policy_names import MERGED_DENSE, POLICY_ORDER
 from psrl.core.run.config import Setup
 from psrl.core.run.events import Events
-from psrl.core.run.run_directory import read_json
+from psrl.core.run.run_directory import read_json, read_manifest
 
 from .merge_warnings import merge_warnings
 
@@ -187,7 +187,7 @@ def load_comparison(run: Path, baseline: str = "verl") -> Comparison:
         trace=trace,
         executed={p: _metrics(executed / p / "metrics.json") for p in ran},
         exactness=_checks(exactness) if exactness.exists() else [],
-        plan_time_s=read_json(manifest).get("plan_time_s", {}) if manifest.exists() else {},
+        plan_time_s=read_manifest(run).get("plan_time_s", {}) if manifest.exists() else {},
         warnings=merge_warnings({p: metrics[p].get("warnings", []) for p in policies}),
         merging=read_json(merging) if merging.exists() else None,
     )

@@ -7,6 +7,7 @@ everything else is byte-identical for equal inputs and seed.
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -125,6 +126,29 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is missing", "is this a psRL run directory?") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
+
+
+def read_manifest(run: Path) -> dict[str, Any]:
+    """The manifest of a run directory.
+
+    Raises:
+        ConfigError: if it is missing, no manifest or of another schema, with the command to repeat.
+    """
+    path = run / "manifest.json"
+    manifest = read_json(path)
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"{path}: holds no JSON object", "is this a psRL run directory?")
+    version = manifest.get("schema_version")
+    if version != RUN_SCHEMA_VERSION or isinstance(version, bool):
+        words = manifest.get("command_line")
+        command = "the command that wrote it"
+        if isinstance(words, list) and len(words) > 1:
+            command = f"psrl {shlex.join(map(str, words[1:]))}"
+        raise ConfigError(
+            f"{path}: schema version {version!r}, this psRL reads {RUN_SCHEMA_VERSION}",
+            f"run it again: {command}",
+        )
+    return manifest
 
 
 def environment_versions() -> dict[str, str]:
