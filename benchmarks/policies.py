@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from psrl.core.errors import InfeasibleError
-from psrl.core.plan.plan import Plan, PlanOptions
+from psrl.core.plan.plan import Plan
+from psrl.core.run.config import PlanningConfig
 from psrl.core.run.metrics import run_metrics
 from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import open_trace
@@ -174,7 +175,7 @@ def bubble_fraction(problem: PlanningProblem, built: BuiltProgram) -> float:
         trace_hash=problem.trace_hash,
         iteration=problem.iteration,
         policy="cuts",
-        options=PlanOptions(),
+        options=PlanningConfig(),
         phases=built.program.phases,
         model=setup.model,
         cluster=setup.cluster,

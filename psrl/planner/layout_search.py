@@ -128,7 +128,7 @@ def _least_s(problem: PlanningProblem) -> float:
     """No plan of the layout takes less; infinite where its weights do not fit."""
     if problem.static_bytes > problem.memory_limit_bytes:
         return float("inf")
-    return sum(t.bound.cost_s + t.step_s for t in problem.programs())
+    return sum(t.bound.limit_s + t.step_s for t in problem.programs())
 
 
 def _plan_one(

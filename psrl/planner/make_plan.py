@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from psrl.core.errors import InfeasibleError, PlanError
+from psrl.core.plan.bound import Bound
 from psrl.core.plan.check_plan import check_plan
 from psrl.core.plan.clock import predicted_times
-from psrl.core.plan.plan import PHASES, Plan, PlanOptions
-from psrl.planner.bounds.forced_copies import Bound
+from psrl.core.plan.plan import PHASES, Plan
 from psrl.planner.micro_batching.built import BuiltProgram
 from psrl.planner.policies.find_policy import find_policy
 from psrl.planner.policies.policies import Policy
@@ -36,14 +36,12 @@ def make_plan(problem: PlanningProblem, policy: str, advise: bool = True) -> Pla
         trace_hash=problem.trace_hash,
         iteration=problem.iteration,
         policy=policy,
-        options=PlanOptions(
-            **setup.planning.model_dump(), bound=tuple(d.bound.source for d in decided)
-        ),
+        options=setup.planning,
         phases=tuple(p for p in PHASES if p in problem.phases),
         model=setup.model,
         cluster=setup.cluster,
         parallel=setup.parallel,
-        programs=tuple(d.built.program for d in decided),
+        programs=tuple(replace(d.built.program, bound=d.bound) for d in decided),
         calibration=setup.calibration,
     )
     try:
@@ -104,11 +102,11 @@ def _predicted(problem: PlanningProblem, plan: Plan, decided: list[_Decided]) ->
     """Metrics of docs/metrics.md that the planner knows; times include all planned phases."""
     times = predicted_times(plan, problem.cost_model)
     makespan_s = times["makespan_s"]
-    lower_bound_s = sum(d.bound.cost_s + d.subproblem.step_s for d in decided)
+    lower_bound_s = sum(d.bound.limit_s + d.subproblem.step_s for d in decided)
     built = [d.built for d in decided]
     unique_tokens = sum(d.subproblem.tree.unique_tokens for d in decided)
     executed_tokens = sum(b.program.unique_tokens for b in built)
-    bound_s = sum(d.bound.cost_s for d in decided)
+    bound_s = sum(d.bound.limit_s for d in decided)
     return {
         **times,
         "lower_bound_s": lower_bound_s,

@@ -9,20 +9,26 @@ import numpy.typing as npt
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
+from psrl.core.cost.unit_costs import UnitCosts, unit_costs
 from psrl.core.errors import ConfigError, suggest
+from psrl.core.plan.bound import Bound
 from psrl.core.plan.plan import PHASES
 from psrl.core.run.config import Setup
 from psrl.core.samples.sample import IntArray, SampleBatch
 from psrl.core.tree.loss_rows import LossRows, loss_rows
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
-from psrl.planner.bounds.forced_copies import Bound, rank_cost_bound
+from psrl.planner.bounds.forced_copies import SAFETY, rank_cost_bound
 from psrl.planner.bounds.group_bound import raise_by_groups
-from psrl.planner.placement.cost_tree import CostTree, UnitCosts, build_cost_tree
-from psrl.planner.placement.set_costs import SetCosts, sample_set_costs
-from psrl.planner.placement.subset_search import MAX_ITEMS, lowest_maximum
+from psrl.planner.placement.cost_tree import CostTree, build_cost_tree
+from psrl.planner.placement.subsets import (
+    MAX_ITEMS,
+    Items,
+    SetCosts,
+    items_of,
+    lowest_maximum,
+    sample_set_costs,
+)
 
-# Amount at which a cost model's fixed parts (launches, latencies) have vanished beside the slope.
-_LARGE = 1e9
 # More items than this are too many for one model of OR-Tools.
 MAX_SOLVER_ITEMS = 30
 
@@ -134,18 +140,8 @@ class ProgramProblem:
     @cached_property
     def unit_costs(self) -> UnitCosts:
         """Seconds on the last stage, all phases together, without fixed costs per micro-batch."""
-        cost = self.problem.cost_model
-
-        def slope(tokens: float, pairs: float, head_tokens: float) -> float:
-            forward = cost.forward_s(tokens, pairs, head_tokens)
-            if not self.is_update:
-                return len(self.phases) * float(forward) / _LARGE
-            total = forward + cost.backward_s(tokens, pairs, head_tokens)
-            if self.problem.base_activation == "recompute":
-                total = total + cost.forward_s(tokens, pairs, 0.0)
-            return float(total) / _LARGE
-
-        return UnitCosts(slope(_LARGE, 0.0, 0.0), slope(0.0, _LARGE, 0.0), slope(0.0, 0.0, _LARGE))
+        recompute = self.problem.base_activation == "recompute"
+        return unit_costs(self.problem.cost_model, len(self.phases), self.is_update, recompute)
 
     @cached_property
     def cost_tree(self) -> CostTree:
@@ -161,41 +157,37 @@ class ProgramProblem:
         bound = rank_cost_bound(self.cost_tree, num_ranks)
         if num_ranks == 1:
             return bound
-        if self.least_set_costs is not None and self.least_set_costs.num_items <= MAX_ITEMS:
-            lowest_s = lowest_maximum(self.least_set_costs, num_ranks) * (1.0 - 1e-9)
-            return max(bound, Bound(lowest_s, "all placements"))
-        raised_s = raise_by_groups(self.cost_tree, num_ranks, bound.cost_s)
-        return max(bound, Bound(raised_s, "configurations of groups"))
+        if self.set_costs is not None and self.set_costs.num_items <= MAX_ITEMS:
+            # Of the samples that ride with a leaf, the longest cannot leave it.
+            makes_the_item = np.full(len(self.items.of_sample), False)
+            makes_the_item[self.items.makers] = True
+            least = self.set_costs if self.items.is_exact else self._set_costs(makes_the_item)
+            lowest_s = lowest_maximum(least, num_ranks) * SAFETY
+            if lowest_s > bound.limit_s:
+                placed = tuple(self.items.makers.tolist())
+                bound = Bound(kind="enumeration", limit_s=lowest_s, samples=placed)
+            if self.items.is_exact:
+                return bound
+        return raise_by_groups(self.cost_tree, num_ranks, bound)
 
     @property
     def rank_cost_bound_s(self) -> float:
-        return self.bound.cost_s
+        return self.bound.limit_s
 
     @cached_property
-    def item_of_sample(self) -> IntArray:
-        """[S] what small problems place: each sample, or with many samples each leaf."""
-        samples = np.arange(self.samples.num_samples)
-        return samples if len(samples) <= MAX_ITEMS else self.cost_tree.leaf_of_sample
+    def items(self) -> Items:
+        """What small problems place."""
+        return items_of(self.tree, self.loss_rows, self.cost_tree.leaf_of_sample)
 
     @cached_property
     def set_costs(self) -> SetCosts | None:
         """What a rank pays for the samples of some items; None if there are many items."""
+        if len(self.items.makers) > MAX_SOLVER_ITEMS:
+            return None
         return self._set_costs(np.full(self.samples.num_samples, True))
 
-    @cached_property
-    def least_set_costs(self) -> SetCosts | None:
-        """The same, but only what no placement of the samples can avoid."""
-        # Of the samples that ride with a leaf, the longest is the one that makes it one.
-        by_depth = np.argsort(-self.tree.end_depth[self.tree.sample_node], kind="stable")
-        _, first = np.unique(self.item_of_sample[by_depth], return_index=True)
-        makes_the_item = np.full(len(by_depth), False)
-        makes_the_item[by_depth[first]] = True
-        return self._set_costs(makes_the_item)
-
-    def _set_costs(self, counts_rows: npt.NDArray[np.bool_]) -> SetCosts | None:
-        if int(self.item_of_sample.max(initial=0)) >= MAX_SOLVER_ITEMS:
-            return None
-        item = self.item_of_sample
+    def _set_costs(self, counts_rows: npt.NDArray[np.bool_]) -> SetCosts:
+        item = self.items.of_sample
         return sample_set_costs(self.tree, self.loss_rows, self.unit_costs, item, counts_rows)
 
     @cached_property

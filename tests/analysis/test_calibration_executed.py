@@ -17,8 +17,9 @@ from psrl.core.cost.calibration import Coefficients, load_calibration
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.errors import ConfigError, ExitCode, ToleranceError
 from psrl.core.plan.bytes_over_ops import MemoryState
-from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.plan import PHASES, Plan, Program
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
+from psrl.core.run.config import PlanningConfig
 from psrl.core.run.events import EventLog, Events
 
 MODEL = ModelSpec(
@@ -114,7 +115,7 @@ def make_plan(
         trace_hash="0" * 64,
         iteration=0,
         policy="psrl",
-        options=PlanOptions(),
+        options=PlanningConfig(),
         phases=PHASES,
         model=MODEL.model_copy(update={"num_layers": num_layers}),
         cluster=cluster,

@@ -20,7 +20,7 @@ from psrl.backend.train.stage import StageRun
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.errors import BackendError, ConfigError, PlanError, PsrlError
-from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.plan import PHASES, Plan, Program
 from psrl.core.plan.schedule import Op, stage_ops
 from psrl.core.run.config import PlanningConfig, Setup
 from psrl.core.run.events import Events
@@ -90,7 +90,7 @@ def make_plan(
         trace_hash=trace.content_hash,
         iteration=0,
         policy="random",
-        options=PlanOptions(),
+        options=PlanningConfig(),
         phases=PHASES,
         model=model,
         cluster=cluster,

@@ -6,8 +6,9 @@ import numpy as np
 
 from psrl.core.cost.cluster import ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
 from psrl.core.cost.presets import DEVICES
-from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.plan import PHASES, Plan, Program
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments, Table
+from psrl.core.run.config import PlanningConfig
 from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import RandomProgram, random_batch, random_program, with_times
 
@@ -66,7 +67,7 @@ def wrap(
         trace_hash="0" * 64,
         iteration=0,
         policy="random",
-        options=PlanOptions(seed=1),
+        options=PlanningConfig(seed=1),
         phases=tuple(phase for phase in PHASES if any(phase in p.phases for p in programs)),
         model=MODEL,
         cluster=cluster(parallel.world_size, memory_bytes),

@@ -338,7 +338,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("moe_ep2", "rank with another pattern", swapped("schedule", 9, 10), "rule [56]|rule 10: "),
     # blocks
     ("psrl", "read rows not cached", without("blocks", -1), r"rule 4: .*rows \d+\.\.\d+ of"),
-    ("psrl", "block twice", twice("blocks", -1), "rule 6: .*number 1 stands in place 2"),
+    ("psrl", "block twice", twice("blocks", -1), r"rule 6: .*number \d stands in place"),
     ("psrl", "numbers with a gap", cell("blocks", "block", 3), "rule 6: .*number 3 stands"),
     ("psrl", "negative number", cell("blocks", "block", -1), "rule 6: .*number -1 stands"),
     (

@@ -65,12 +65,29 @@ def update_of(batch: SampleBatch, setup: Setup):
     return subproblem
 
 
-def nasty_batch(seed: int, num_samples: int, num_mini_batches: int = 1) -> SampleBatch:
-    """Random samples with duplicates, prefixes and an empty one, over several mini-batches."""
+def nasty_batch(
+    seed: int, num_samples: int, num_mini_batches: int = 1, longest: int | None = None
+) -> SampleBatch:
+    """Random samples and an empty one, over several mini-batches.
+
+    Samples repeat others, end inside others (in a segment or at a fork), continue or leave them;
+    many have one token, some no rows.
+
+    Args:
+        longest: most tokens that one sample adds; None draws it, and sometimes one is a giant.
+    """
     rng = np.random.default_rng(seed)
-    batch = random_batch(rng, num_samples=num_samples, num_groups=3)
+    has_giant = longest is None and rng.random() < 0.25
+    longest = int(rng.choice([2, 8, 20])) if longest is None else longest
+    batch = random_batch(
+        rng, num_samples=num_samples, num_groups=3, max_new_tokens=longest, ending_inside=0.3
+    )
     tokens = [batch.sample_symbols(s) for s in range(num_samples)]
     spans = [[tuple(span) for span in batch.sample_loss_spans(s)] for s in range(num_samples)]
+    if has_giant:
+        giant = int(rng.integers(num_samples))
+        tokens[giant] = np.concatenate([tokens[giant], rng.integers(3, size=5 * longest)])
+        spans[giant] = [(len(tokens[giant]) - longest, len(tokens[giant]))]
     at = int(rng.integers(num_samples + 1))
     tokens.insert(at, np.empty(0, np.int64))
     spans.insert(at, [])
@@ -78,6 +95,30 @@ def nasty_batch(seed: int, num_samples: int, num_mini_batches: int = 1) -> Sampl
     groups = rng.integers(3, size=num_samples + 1).astype(np.str_)
     mini_batch = rng.integers(num_mini_batches, size=num_samples + 1)
     return replace(made, group_id=groups, mini_batch=mini_batch)
+
+
+def grouped_chains(rng: np.random.Generator, num_samples: int) -> SampleBatch:
+    """Groups of similar size below one prompt: heads, their prefixes, continuations, duplicates."""
+    longest = int(rng.choice([5, 12, 25]))
+    common = [1] * int(rng.integers(0, longest))
+    heads = [
+        [*common, 100 + g, *[7] * int(rng.integers(1, longest + 1))]
+        for g in range(rng.integers(2, 6))
+    ]
+    tokens: list[list[int]] = []
+    for _ in range(num_samples):
+        head, kind = heads[rng.integers(len(heads))], rng.random()
+        if kind < 0.35:
+            tokens.append(head)
+        elif kind < 0.5:
+            tokens.append(head[: rng.integers(1, len(head) + 1)])
+        elif kind < 0.9 or not tokens:
+            tokens.append([*head, *[int(rng.integers(20, 23))] * int(rng.integers(1, longest + 1))])
+        else:
+            tokens.append(tokens[rng.integers(len(tokens))])
+    trained = [int(rng.integers(1, len(t) + 1)) if rng.random() < 0.5 else 1 for t in tokens]
+    spans = [[(a, len(t))] if a < len(t) else [] for a, t in zip(trained, tokens, strict=True)]
+    return make_batch(tokens, spans)
 
 
 def tree_batch(nested: list) -> SampleBatch:

@@ -15,7 +15,7 @@ from psrl.planner import make_plan
 from psrl.planner.placement.cost_tree import rank_costs
 from psrl.planner.placement.cp_search import place_items
 from psrl.planner.placement.local_search import LocalSearch
-from psrl.planner.placement.set_costs import SetCosts
+from psrl.planner.placement.subsets import SetCosts
 from psrl.planner.placement.two_level import two_level_leaves
 from tests.planner.cases import make_setup, problem_of, update_of, workloads
 
@@ -29,7 +29,7 @@ def limited(setup: Setup, search_iterations: int, solver_work_limit: float) -> S
 def test_a_longer_search_is_never_worse(shape: str) -> None:
     num_ranks = 6
     subproblem = update_of(workloads()[shape], make_setup(num_ranks))
-    tree, bound_s = subproblem.cost_tree, subproblem.bound.cost_s
+    tree, bound_s = subproblem.cost_tree, subproblem.bound.limit_s
     worst_s = [
         rank_costs(tree, two_level_leaves(tree, num_ranks, bound_s, n, 0), num_ranks).max()
         for n in (0, 1, 20, 120)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from psrl.core.samples.sample import make_batch
 from psrl.planner.placement.nested_samples import move_nested_samples
 from tests.planner.cases import make_setup, nasty_batch, update_of
-from tests.planner.test_bounds import sample_placement_work_s
+from tests.planner.placement_oracle import PlacementOracle
 
 
 def test_an_idle_rank_trains_the_inner_sample_of_a_chain() -> None:
@@ -26,7 +26,7 @@ def test_an_idle_rank_trains_the_inner_sample_of_a_chain() -> None:
 def test_moves_never_raise_the_heaviest_rank(seed: int, num_samples: int, num_ranks: int) -> None:
     subproblem = update_of(nasty_batch(seed, num_samples), make_setup(num_ranks))
     rank = np.random.default_rng(seed).integers(num_ranks, size=num_samples + 1)
-    before = sample_placement_work_s(subproblem, rank.tolist(), num_ranks)
+    before = PlacementOracle(subproblem).worst_s(rank.tolist())
     moved = move_nested_samples(subproblem, rank, 0.0)
-    after = sample_placement_work_s(subproblem, moved.tolist(), num_ranks)
+    after = PlacementOracle(subproblem).worst_s(moved.tolist())
     assert after <= before * (1.0 + 1e-9)

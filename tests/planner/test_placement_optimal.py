@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.planner import POLICIES, make_plan
+from psrl.core.plan.check_bound import is_proven
+from psrl.planner import make_plan
 from psrl.planner.bounds.forced_copies import rank_cost_bound
-from psrl.planner.bounds.group_bound import groups_refute, raise_by_groups
+from psrl.planner.bounds.group_bound import prices_that_refute, raise_by_groups
 from psrl.planner.placement.cost_tree import CostTree, rank_costs
 from psrl.planner.placement.cp_search import improve_few_ranks, place_items
-from psrl.planner.placement.set_costs import SetCosts, leaf_set_costs
-from psrl.planner.placement.subset_search import best_items, lowest_maximum
-from tests.planner.cases import make_setup, nasty_batch, problem_of, tree_batch, update_of
-from tests.planner.test_bounds import sample_placement_work_s
+from psrl.planner.placement.subsets import SetCosts, best_items, leaf_set_costs, lowest_maximum
+from tests.planner.cases import make_setup, problem_of, tree_batch, update_of
+from tests.planner.test_bounds import claim_of
 
 
 def random_tree(rng: np.random.Generator, num_leaves: int) -> list:
@@ -40,27 +40,6 @@ def every_placement_s(tree: CostTree, num_ranks: int) -> float:
     return min(rank_costs(tree, np.array([0, *p]), num_ranks).max() for p in placements)
 
 
-@given(seed=st.integers(0, 10_000), num_samples=st.integers(1, 5), num_ranks=st.integers(1, 3))
-@settings(max_examples=60)
-def test_optimal_and_the_bound_equal_brute_force_over_samples(
-    seed: int, num_samples: int, num_ranks: int
-) -> None:
-    # Duplicates, prefixes of others, shared predicted rows: no placement of samples is missed.
-    subproblem = update_of(
-        nasty_batch(seed, num_samples), make_setup(num_ranks, search_iterations=5)
-    )
-    best = min(
-        sample_placement_work_s(subproblem, list(rank), num_ranks)
-        for rank in product(range(num_ranks), repeat=subproblem.samples.num_samples)
-    )
-    draft = POLICIES["optimal"](subproblem)
-    found = sample_placement_work_s(subproblem, draft.placement.rank.tolist(), num_ranks)
-    assert found == pytest.approx(best, rel=1e-6)
-    assert draft.bound.cost_s <= best * (1.0 + 1e-9)
-    if num_ranks > 1:
-        assert draft.bound.cost_s == pytest.approx(best, rel=1e-6)
-
-
 @pytest.mark.slow
 @given(seed=st.integers(0, 10_000), num_leaves=st.integers(2, 7), num_ranks=st.integers(2, 3))
 @settings(max_examples=60)
@@ -82,20 +61,23 @@ def test_subsets_and_solver_find_the_lowest_maximum_and_no_bound_exceeds_it(
     assert solved.item_rank is not None
     assert costs.of_ranks(solved.item_rank, num_ranks).max() == pytest.approx(best, rel=1e-4)
     assert best * (1.0 - 1e-4) <= solved.bound_s <= best * (1.0 + 1e-9)
-    bound = rank_cost_bound(tree, num_ranks).cost_s
-    assert bound <= raise_by_groups(tree, num_ranks, bound) <= best
-    assert not groups_refute(tree, num_ranks, best * (1.0 + 1e-6))
+    bound = rank_cost_bound(tree, num_ranks)
+    assert bound.limit_s <= raise_by_groups(tree, num_ranks, bound).limit_s <= best
+    assert prices_that_refute(tree, num_ranks, best * (1.0 + 1e-6)) is None
 
 
 def test_groups_bound_what_copies_do_not() -> None:
     # Three groups on two ranks: one group must be split, and its large root is paid twice.
     batch = tree_batch([(60, [(30, [])] * 4)] * 3)
-    tree = update_of(batch, make_setup(2)).cost_tree
-    bound = rank_cost_bound(tree, 2).cost_s
+    subproblem = update_of(batch, make_setup(2))
+    tree = subproblem.cost_tree
+    bound = rank_cost_bound(tree, 2)
     raised = raise_by_groups(tree, 2, bound)
     best = every_placement_s(tree, 2)
-    assert bound * 1.05 < raised <= best
-    assert raised > 0.95 * best
+    assert raised.kind == "group configurations"
+    assert is_proven(claim_of(subproblem, raised))
+    assert bound.limit_s * 1.05 < raised.limit_s <= best
+    assert raised.limit_s > 0.95 * best
 
 
 def test_the_total_is_least_among_the_lowest_maxima() -> None:
@@ -110,7 +92,7 @@ def few_leaves() -> tuple[CostTree, np.ndarray, float]:
     rng = np.random.default_rng(3)
     groups = [(int(n), [(int(m), []) for m in rng.integers(20, 200, 6)]) for n in [100, 40] * 4]
     subproblem = update_of(tree_batch(groups), make_setup(16))
-    return subproblem.cost_tree, np.arange(48) // 3, subproblem.bound.cost_s
+    return subproblem.cost_tree, np.arange(48) // 3, subproblem.bound.limit_s
 
 
 @pytest.mark.slow
@@ -134,4 +116,4 @@ def test_optimal_is_never_slower_than_psrl_and_says_what_proves_it(num_ranks: in
     assert best.predicted["makespan_s"] <= ours.predicted["makespan_s"]
     assert best.predicted["lower_bound_s"] >= ours.predicted["lower_bound_s"]
     assert best.predicted["placement_gap"] >= 0.0
-    assert len(best.options.bound) == 1
+    assert best.programs[0].bound is not None

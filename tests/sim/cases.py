@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from psrl.core.cost.cluster import Amount, ClusterSpec, DeviceSpec, ModelSpec, ParallelConfig
-from psrl.core.plan.plan import PHASES, Plan, PlanOptions, Program
+from psrl.core.plan.plan import PHASES, Plan, Program
 from psrl.core.plan.schedule import Op, interleave
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
+from psrl.core.run.config import PlanningConfig
 from psrl.core.samples.sample import SampleBatch, make_batch
 from tests.random_plans import random_batch, random_program, with_times
 
@@ -94,7 +95,7 @@ def make_plan(
     )
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, data_parallel_size=num_ranks)
     phases = tuple(phase for phase in PHASES if any(phase in p.phases for p in programs))
-    options = PlanOptions()
+    options = PlanningConfig()
     plan = Plan("hash", 0, "test", options, phases, MODEL, cluster, parallel, tuple(programs))
     return with_times(plan)
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.errors import PlanError
-from psrl.core.samples.sample import SampleBatch
-from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
+from psrl.core.tree.prefix_tree import PrefixTree
 
 from .check_reads import ProgramByRank
 from .clock import predicted_times
@@ -40,18 +39,16 @@ def check_times(ranked: ProgramByRank, plan: Plan) -> None:
             )
 
 
-def check_predicted(
-    plan: Plan, batch: SampleBatch, trees: Sequence[PrefixTree], peak_bytes: int
-) -> None:
+def check_predicted(plan: Plan, trees: Sequence[PrefixTree], peak_bytes: int) -> None:
     """Rule 13: the predicted metrics are all there, and true; or there are none.
 
     Args:
-        trees: of each program.
+        trees: of each program, where all samples share.
         peak_bytes: most bytes on a device.
     """
     if not plan.predicted:
         return
-    expected = predicted_times(plan) | predicted_sizes(plan, batch, trees, peak_bytes)
+    expected = predicted_times(plan) | predicted_sizes(plan, trees, peak_bytes)
     known = {*expected, *_OF_THE_BOUND}
     for what, names in (
         ("lacks", known - plan.predicted.keys()),
@@ -73,25 +70,16 @@ def check_predicted(
             raise PlanError(f"rule 13: predicted.{name} is {stated!r}, the plan has {found!r}")
 
 
-def predicted_sizes(
-    plan: Plan, batch: SampleBatch, trees: Sequence[PrefixTree], peak_bytes: int
-) -> dict[str, float]:
+def predicted_sizes(plan: Plan, trees: Sequence[PrefixTree], peak_bytes: int) -> dict[str, float]:
     """What the planner predicts beside times, from the plan (docs/metrics.md).
 
     Args:
         trees, peak_bytes: see `check_predicted`.
     """
     executed_tokens = sum(p.unique_tokens for p in plan.programs)
-    unique_tokens = 0
-    for program, tree in zip(plan.programs, trees, strict=True):
-        key = program.assignments.share_key
-        shares_all = program.granularity_tokens == 1 and not (key != key[:1]).any()
-        if not shares_all:
-            tree = build_prefix_tree(batch.select(program.assignments.sample))
-        unique_tokens += tree.unique_tokens
     return {
         "executed_tokens": float(executed_tokens),
-        "duplicated_tokens": float(executed_tokens - unique_tokens),
+        "duplicated_tokens": float(executed_tokens - sum(t.unique_tokens for t in trees)),
         "num_micro_batches": float(sum(len(p.micro_batches) for p in plan.programs)),
         "peak_memory_bytes": float(peak_bytes),
     }

@@ -18,6 +18,7 @@ from psrl.core.samples.sample import SampleBatch
 from psrl.core.tree.loss_rows import loss_rows
 from psrl.core.tree.prefix_tree import PrefixTree
 
+from .check_bound import check_bounds, tree_of_all
 from .check_claims import check_predicted, check_times
 from .check_ops import check_lifetimes, check_memory, check_op_patterns, check_schedule
 from .check_reads import ProgramByRank, block_reads
@@ -60,7 +61,7 @@ def check_plan(
         raise PlanError(f"rule 11: {error.message}", error.hint) from None
     check_phases(plan, batch)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
-    built, peak_bytes = [], 0
+    shared, peak_bytes = [], 0
     for index, program in enumerate(plan.programs):
         _check_sharing(index, program)
         samples = batch.select(program.assignments.sample)
@@ -80,9 +81,10 @@ def check_plan(
         check_op_patterns(index, program, plan.parallel)
         for stage, ops in enumerate(ops_by_stage):
             check_lifetimes(ranked, reads, ops, stage)
-        built.append(tree)
+        shared.append(tree_of_all(program, samples, tree))
         peak_bytes = max(peak_bytes, check_memory(ranked, memory, memory_fraction))
-    check_predicted(plan, batch, built, peak_bytes)
+    check_predicted(plan, shared, peak_bytes)
+    check_bounds(plan, batch, shared)
 
 
 def check_phases(plan: Plan, batch: SampleBatch) -> None:

@@ -25,6 +25,7 @@ from psrl.core.samples.sample import SampleBatch
 from psrl.core.samples.trace import Trace
 from psrl.core.tree.prefix_tree import PrefixTree, build_prefix_tree
 
+from .bound import Bound
 from .schedule import Op
 from .tables import (
     TABLES,
@@ -45,16 +46,6 @@ PHASES = ("log_old_prob", "reference", "update")
 """What a plan may run, in the order of an RL iteration."""
 
 
-class PlanOptions(PlanningConfig):
-    """What the policy was asked for, and why no plan can be faster than its bound.
-
-    Attributes:
-        bound: of each program, what proves its lower bound.
-    """
-
-    bound: tuple[str, ...] = ()
-
-
 class ProgramHeader(Spec):
     """What plan.json says about a program; see `Program`."""
 
@@ -63,6 +54,7 @@ class ProgramHeader(Spec):
     mini_batch: int
     granularity_tokens: int
     block_tokens: int
+    bound: Bound | None
 
 
 class PlanHeader(Spec):
@@ -72,7 +64,7 @@ class PlanHeader(Spec):
     trace_hash: str = Field(pattern="^[0-9a-f]{64}$")
     iteration: int = Field(ge=0)
     policy: str = Field(min_length=1)
-    options: PlanOptions
+    options: PlanningConfig
     phases: tuple[str, ...]
     model: ModelSpec
     cluster: ClusterSpec
@@ -93,6 +85,7 @@ class Program:
         granularity_tokens: prefixes are shared in whole blocks of this many tokens.
         block_tokens: cached blocks are allocated in whole multiples of this; 1 allocates what is
             cached.
+        bound: on the work of the most loaded rank; None in a plan that states no lower bound.
     """
 
     phases: tuple[str, ...]
@@ -105,6 +98,7 @@ class Program:
     schedule: Schedule
     blocks: Blocks
     block_tokens: int = 1
+    bound: Bound | None = None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -161,7 +155,7 @@ class Plan:
     trace_hash: str
     iteration: int
     policy: str
-    options: PlanOptions
+    options: PlanningConfig
     phases: tuple[str, ...]
     model: ModelSpec
     cluster: ClusterSpec
@@ -228,6 +222,7 @@ class Plan:
                     mini_batch=p.mini_batch,
                     granularity_tokens=p.granularity_tokens,
                     block_tokens=p.block_tokens,
+                    bound=p.bound,
                 )
                 for p in self.programs
             ),
@@ -271,6 +266,7 @@ class Plan:
                 mini_batch=p.mini_batch,
                 granularity_tokens=p.granularity_tokens,
                 block_tokens=p.block_tokens,
+                bound=p.bound,
                 **{name: tables[name][i] for name in TABLES},  # type: ignore[arg-type]
             )
             for i, p in enumerate(header.programs)

@@ -1,41 +1,36 @@
-"""Proven lower bounds on the cost of the most loaded rank, over all placements."""
-
-from typing import NamedTuple
+"""Proven lower bounds on the cost of the most loaded rank, over all placements of samples."""
 
 import numpy as np
 
+from psrl.core.plan.bound import Bound, BoundKind
 from psrl.core.samples.sample import FloatArray
 from psrl.planner.placement.cost_tree import CostTree
 
-# Rounding of sums, and of the slopes that unit costs are read from: a bound must not exceed.
-_SAFETY = 1.0 - 1e-9
+# Rounding of sums, and of the slopes that unit costs are read from: a bound must not exceed, and
+# whoever verifies it adds up in another order.
+SAFETY = 1.0 - 1e-9
 _BISECTION_TOLERANCE = 1e-5
-
-
-class Bound(NamedTuple):
-    """No placement gives every rank less work than this; `source` says why."""
-
-    cost_s: float
-    source: str
 
 
 def rank_cost_bound(tree: CostTree, num_ranks: int) -> Bound:
     """The best of three bounds, in the tree's seconds.
 
-    The average over the ranks; the most expensive sample, which one rank computes whole; and
-    the forced duplication of `is_refuted`, by bisection (refuted limits form an interval).
+    The average over the ranks, since each token and each predicted row is computed somewhere; the
+    most expensive sample, which one rank computes whole; and the forced copies of `is_refuted`,
+    by bisection (refuted limits form an interval).
     """
     average, longest = tree.total_s / num_ranks, tree.longest_sample_s
-    low, source = max((average, "average work"), (longest, "longest sample"))
+    kind: BoundKind = "average work" if average >= longest else "longest sample"
+    low = max(average, longest)
     if low > 0.0 and is_refuted(tree, num_ranks, low):
-        high, source = tree.total_s, "forced duplication"
+        high, kind = tree.total_s, "forced copies"
         while high > low * (1.0 + _BISECTION_TOLERANCE):
             middle = (low * high) ** 0.5
             if is_refuted(tree, num_ranks, middle):
                 low = middle
             else:
                 high = middle
-    return Bound(low * _SAFETY, source)
+    return Bound(kind=kind, limit_s=low * SAFETY)
 
 
 def is_refuted(tree: CostTree, num_ranks: int, limit_s: float) -> bool:
@@ -50,11 +45,13 @@ def is_refuted(tree: CostTree, num_ranks: int, limit_s: float) -> bool:
 def copies_of(tree: CostTree, num_ranks: int, limit_s: float) -> FloatArray | None:
     """[V] lower bound on the ranks that hold each node within the limit; None if no rank can.
 
-    Bottom-up: at least that of each child; and, since work strictly below the node runs only on
-    ranks that hold it, each of which has spent the path to the node, at least that work divided
-    by what the limit leaves.
+    Proof, from the leaves up. A rank that holds a child holds the node. Each node below is paid
+    on at least its number of ranks, and each other row below on one; all of them hold this node,
+    so each has spent the path to it and has the rest of the limit left. A sample that ends inside
+    a merged chain makes a rank hold less than the chain's node, but its rows are charged to that
+    node, below the parent, which the rank does hold; so every count stays a lower bound.
     """
-    path = _shared_path_s(tree)
+    path = tree.on_path(tree.shared_s)
     if (path > limit_s).any():
         return None
     copies = np.ones(tree.num_nodes)
@@ -71,10 +68,3 @@ def copies_of(tree: CostTree, num_ranks: int, limit_s: float) -> FloatArray | No
             np.add.at(below_s, tree.parent[nodes], work)
             np.maximum.at(copies, tree.parent[nodes], copies[nodes])
     return copies
-
-
-def _shared_path_s(tree: CostTree) -> FloatArray:
-    path = tree.shared_s.copy()
-    for level in tree.levels[1:]:
-        path[level] += path[tree.parent[level]]
-    return path

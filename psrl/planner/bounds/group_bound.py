@@ -1,9 +1,15 @@
 """A configuration bound: how few ranks can hold all groups of a tree under a limit.
 
-A *group* is a subtree of the root. Inside a group work is taken to be divisible at will, but
-every rank that opens the group computes the group's root. What one rank may hold is a
-*configuration*; the fewest configurations that cover all groups is a linear program, solved by
-generating columns. Where a rank holds few groups this is stronger than counting copies.
+A *group* is a subtree of the root. A rank *opens* it if it holds the group's root, and then pays
+for it; work strictly below is done only by ranks that opened the group, and is taken to be
+divisible at will. Rows that not all samples through the group's root predict may be trained by a
+sample that ends inside its chain, without the rest of the chain: they are *loose*, one more group
+that costs nothing to open. (They are below the tree's root, which every rank with any of this work
+holds; the root's own such rows are left out.) What one rank may hold within a limit is a
+*configuration*. For any prices of work,
+ranks >= worth of all work / worth of the dearest configuration (Farley); a linear program over the
+configurations found so far gives prices. Where a rank holds few groups this is stronger than
+counting copies.
 """
 
 from dataclasses import dataclass
@@ -14,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from ortools.linear_solver import pywraplp
 
+from psrl.core.plan.bound import Bound
 from psrl.core.samples.sample import FloatArray, IntArray
 from psrl.planner.placement.cost_tree import CostTree
 
-from .forced_copies import copies_of
+from .forced_copies import SAFETY, copies_of
 
 # More configurations of whole groups than this are not priced: no bound then.
 _MAX_CONFIGURATIONS = 100_000
@@ -30,17 +37,20 @@ _BISECTION_TOLERANCE = 4e-4
 _FIRST_STEP = 2e-3
 
 
-def raise_by_groups(tree: CostTree, num_ranks: int, low_s: float) -> float:
+def raise_by_groups(tree: CostTree, num_ranks: int, known: Bound) -> Bound:
     """The given proven bound, or a higher one by configurations of groups."""
-    high_s, step = np.inf, _FIRST_STEP
+    low_s, high_s, step = known.limit_s, np.inf, _FIRST_STEP
     work = _Work(_MAX_WORK)
     while work.left > 0 and high_s > low_s * (1.0 + _BISECTION_TOLERANCE):
         middle = low_s * (1.0 + step) if np.isinf(high_s) else (low_s + high_s) / 2
-        if groups_refute(tree, num_ranks, middle, work):
-            low_s, step = middle, 2 * step
-        else:
+        prices = prices_that_refute(tree, num_ranks, middle, work)
+        if prices is None:
             high_s = middle
-    return low_s
+        else:
+            low_s, step = middle, 2 * step
+            limit_s, paid = middle * SAFETY, tuple(prices.tolist())
+            known = Bound(kind="group configurations", limit_s=limit_s, prices=paid)
+    return known
 
 
 @dataclass
@@ -50,31 +60,30 @@ class _Work:
     left: int
 
 
-def groups_refute(
+def prices_that_refute(
     tree: CostTree, num_ranks: int, limit_s: float, work: _Work | None = None
-) -> bool:
-    """Whether provably no placement keeps every rank within the limit, by configurations.
+) -> FloatArray | None:
+    """[G] prices that prove that no placement keeps the limit; None if none were found.
 
-    For any prices of work, ranks >= worth of all work / worth of the dearest configuration
-    (Farley), so the dearest one must be found exactly: all but one of its groups are whole, and
-    all sets of whole groups that fit are tried. False where there are too many.
+    The dearest configuration must be found exactly: all but one of its groups are whole, and all
+    sets of whole groups that fit are tried. Nothing is proven where there are too many.
     """
     groups = _groups(tree, num_ranks, limit_s)
     if groups is None:
-        return False
+        return None
     whole = _whole_sets(groups.whole_s, groups.room_s)
     if whole is None:
-        return False
-    return _Columns(groups, whole).proves_more_than(num_ranks, work or _Work(_MAX_WORK))
+        return None
+    return _Columns(groups, whole).proof(num_ranks, work or _Work(_MAX_WORK))
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """G groups of a tree under a limit.
+    """G groups of a tree under a limit; the last is of the loose rows, if there are any.
 
     Attributes:
         room_s: what the limit leaves on a rank after the root of the tree.
-        open_s: [G] cost of holding any of the group: its root, or all of an indivisible one.
+        open_s: [G] cost of the group's root; all of a group without work below.
         inner_s: [G] most divisible work of the group that one rank can do.
         amount: [G] what a rank that holds the whole group contributes to `needed`.
         needed: [G] least amount of all ranks together, copies included.
@@ -98,20 +107,28 @@ def _groups(tree: CostTree, num_ranks: int, limit_s: float) -> _Groups | None:
     roots = tree.levels[1]
     if copies is None or len(roots) < 2:
         return None
-    work = copies * tree.shared_s + tree.head_s
-    before = np.concatenate([[0.0], np.cumsum(work)])
-    forced = before[tree.subtree_end[roots]] - before[roots] - copies[roots] * tree.shared_s[roots]
-    open_s = tree.shared_s[roots]
-    inner = tree.subtree_s[roots] - open_s
+    open_s, loose_s = tree.shared_s[roots], tree.head_s[roots]
+    inner = _subtree_sums(tree, tree.shared_s + tree.head_s) - open_s - loose_s
+    forced = _subtree_sums(tree, copies * tree.shared_s + tree.head_s)
+    forced -= copies[roots] * open_s + loose_s
     # Without inner work the group is one thing that somebody must hold.
     bare = inner <= 1e-9 * limit_s
+    loose = loose_s.sum(keepdims=True)
+    loose = loose[loose > 0.0]
     return _Groups(
         room_s=(limit_s - float(tree.shared_s[0])) * (1.0 + 1e-9),
-        open_s=open_s,
-        inner_s=np.where(bare, 0.0, inner),
-        amount=np.where(bare, 1.0, inner),
-        needed=np.where(bare, 1.0, forced),
+        open_s=np.append(open_s, 0.0 * loose),
+        inner_s=np.append(np.where(bare, 0.0, inner), loose),
+        amount=np.append(np.where(bare, 1.0, inner), loose),
+        needed=np.append(np.where(bare, 1.0, forced), loose),
     )
+
+
+def _subtree_sums(tree: CostTree, node_s: FloatArray) -> FloatArray:
+    """[G] sums over the groups."""
+    before, roots = np.concatenate([[0.0], np.cumsum(node_s)]), tree.levels[1]
+    sums: FloatArray = before[tree.subtree_end[roots]] - before[roots]
+    return sums
 
 
 def _whole_sets(whole_s: FloatArray, room_s: float) -> IntArray | None:
@@ -156,21 +173,21 @@ class _Columns:
             share = self._part(np.array([groups.room_s]), g)[0]
             self._add((), g, float(share))
 
-    def proves_more_than(self, num_ranks: int, work: _Work) -> bool:
-        """Whether some prices show that more ranks are needed."""
+    def proof(self, num_ranks: int, work: _Work) -> FloatArray | None:
+        """Prices that show that more ranks are needed."""
         enough = num_ranks * (1.0 + 1e-9)
         for _ in range(_MAX_ROUNDS):
             if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
-                return False
+                return None
             if self._solver.Objective().Value() <= num_ranks:
-                return False
+                return None
             prices = np.maximum([row.dual_value() for row in self._rows], 0.0)
             if work.left <= 0:
-                return False
+                return None
             work.left -= len(self._whole) * len(prices)
             worth, part, amount = self._price(prices)
             if float(prices @ self._groups.needed) > enough * float(worth.max()):
-                return True
+                return prices
             dearest = np.argsort(-worth, kind="stable")
             new = (
                 self._add(tuple(g for g in self._whole[c].tolist() if g >= 0), part[c], amount[c])
@@ -178,8 +195,8 @@ class _Columns:
                 if worth[c] > 1.0 + 1e-9
             )
             if not any(list(islice(filter(None, new), _COLUMNS_PER_ROUND))):
-                return False
-        return False
+                return None
+        return None
 
     def _price(self, prices: FloatArray) -> tuple[FloatArray, IntArray, FloatArray]:
         """[C] worth of each set with its best partial group, that group (-1: none), its amount."""

@@ -3,7 +3,8 @@
 What a rank holds is a set of nodes that is closed towards the root: a *configuration*. Within a
 limit every node v must be held by at least k_v ranks (`bounds.copies_of`). For any prices of
 nodes, `sum of k_v price_v <= ranks * worth of the dearest configuration`, or no placement keeps
-the limit. A linear program over the configurations found so far gives prices; a knapsack on the
+the limit. A node is held with its whole chain: who has less of it counts as holding less, and pays
+no less. A linear program over the configurations found so far gives prices; a knapsack on the
 tree finds the dearest configurations.
 """
 
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from psrl.core.samples.sample import FloatArray, IntArray
+from psrl.core.plan.bound import Bound
+from psrl.core.samples.sample import IntArray
 from psrl.planner.placement.cost_tree import CostTree
 
-from .forced_copies import copies_of
+from .forced_copies import SAFETY, copies_of
 
 # Costs count in whole cells of the limit, rounded down: every true configuration still fits.
 _NUM_CELLS = 2000
@@ -23,45 +25,47 @@ _NUM_CELLS = 2000
 _ALL_PRICES = 1e9
 _MAX_NODES = 2000
 # With more leaves the configurations are too many for the bound to get anywhere.
-_MAX_LEAVES_PER_RANK = 4
+_MAX_LEAVES_PER_RANK, _FEW_LEAVES = 4, 30
 _BISECTION_TOLERANCE = 2e-3
 _FIRST_STEP = 5e-3
 
 
 def raise_by_leaves(
-    tree: CostTree, num_ranks: int, low_s: float, high_s: float, num_rounds: int
-) -> float:
+    tree: CostTree, num_ranks: int, known: Bound, high_s: float, num_rounds: int
+) -> Bound:
     """The given proven bound, or a higher one by configurations of nodes.
 
     Args:
         high_s: cost of a known placement, which no bound exceeds.
         num_rounds: most rounds of prices, for all limits together.
     """
-    many = len(tree.leaves) > _MAX_LEAVES_PER_RANK * num_ranks
+    many = len(tree.leaves) > max(_MAX_LEAVES_PER_RANK * num_ranks, _FEW_LEAVES)
     if many or tree.num_nodes > _MAX_NODES or len(tree.levels) < 2:
-        return low_s
+        return known
     search = _Configurations(tree, num_ranks)
-    step, left = _FIRST_STEP, num_rounds
+    low_s, step, left = known.limit_s, _FIRST_STEP, num_rounds
     while left > 0 and high_s > low_s * (1.0 + _BISECTION_TOLERANCE):
         limit_s = min(low_s * (1.0 + step), (low_s + high_s) / 2)
-        refuted, used = search.refute(limit_s, left)
+        refuted, price, used = search.refute(limit_s, left)
         left -= used
         if refuted:
             low_s, step = limit_s, 2 * step
+            known = _bound(tree, limit_s, price)
         else:
             high_s, step = limit_s, step / 2
-    return low_s
+    return known
 
 
-def least_node_s(tree: CostTree) -> FloatArray:
-    """[V] what every rank that holds a node surely pays for it.
-
-    Predicted rows belong to samples: a leaf's are certain where a single sample ends in it.
-    """
-    alone = np.bincount(tree.leaf_of_sample, minlength=len(tree.leaves)) == 1
-    least = tree.shared_s.copy()
-    least[tree.leaves[alone]] += tree.head_s[tree.leaves[alone]]
-    return least
+def _bound(tree: CostTree, limit_s: float, price: IntArray | None) -> Bound:
+    if price is None:
+        return Bound(kind="forced copies", limit_s=limit_s * SAFETY)
+    priced = np.flatnonzero(price)
+    return Bound(
+        kind="leaf configurations",
+        limit_s=limit_s * SAFETY,
+        nodes=tuple(tree.last_node[priced].tolist()),
+        prices=tuple(price[priced].astype(np.float64).tolist()),
+    )
 
 
 class _Configurations:
@@ -70,7 +74,7 @@ class _Configurations:
     def __init__(self, tree: CostTree, num_ranks: int) -> None:
         self._tree = tree
         self._num_ranks = num_ranks
-        self._node_s = least_node_s(tree)
+        self._node_s = tree.shared_s
         self._end = tree.subtree_end.tolist()
         self._parent = tree.parent.tolist()
         self._known: dict[tuple[int, ...], float] = {}
@@ -88,11 +92,12 @@ class _Configurations:
         self._known[key] = float(self._node_s[list(key)].sum())
         return key
 
-    def refute(self, limit_s: float, num_rounds: int) -> tuple[bool, int]:
-        """Whether provably no placement keeps the limit, and the rounds that it took."""
+    def refute(self, limit_s: float, num_rounds: int) -> tuple[bool, IntArray | None, int]:
+        """Whether provably no placement keeps the limit, by which prices of the nodes (None:
+        by copies alone), and the rounds that it took."""
         copies = copies_of(self._tree, self._num_ranks, limit_s)
         if copies is None or copies[0] > self._num_ranks:
-            return True, 1
+            return True, None, 1
         needed = copies.astype(np.int64)
         cells = np.floor(self._node_s * (_NUM_CELLS / limit_s) * (1.0 - 1e-12)).astype(np.int64)
         is_leaf = self._tree.subtree_end == np.arange(self._tree.num_nodes) + 1
@@ -103,17 +108,17 @@ class _Configurations:
         for number in range(1, num_rounds + 1):
             value, price = master.prices()
             if value <= self._num_ranks * (1.0 + 1e-9):
-                return False, number
+                return False, None, number
             knapsack = _Knapsack(self._tree, cells, price)
             if int(price @ needed) > self._num_ranks * knapsack.dearest_worth:
-                return True, number
+                return True, price, number
             found = [self._remember(nodes) for nodes in knapsack.dear_configurations()]
             new = [key for key in found if key is not None]
             for key in new:
                 master.add(key)
             if not new:
-                return False, number
-        return False, num_rounds
+                return False, None, number
+        return False, None, num_rounds
 
 
 class _Master:

@@ -136,13 +136,12 @@ def _explain_program(plan: Plan, index: int, batch: SampleBatch) -> ProgramRepor
                     peak_bytes=peak_bytes(mine, tree, memory),
                 )
             )
-    sources = plan.options.bound
     slowest = max(groups, key=lambda group: group.time_s)
     return ProgramReport(
         phases=program.phases,
         mini_batch=program.mini_batch,
         unique_tokens=shared.unique_tokens,
-        bound_source=sources[index] if index < len(sources) else "not stated",
+        bound_source=program.bound.kind if program.bound is not None else "not stated",
         ranks=tuple(ranks),
         critical=slowest.path,
         step_wait_s=slowest.step_wait_s,

@@ -14,7 +14,7 @@ from ortools.sat.python import cp_model
 from psrl.core.samples.sample import FloatArray, IntArray
 
 from .cost_tree import CostTree, rank_costs
-from .set_costs import SetCosts, leaf_set_costs
+from .subsets import SetCosts, leaf_set_costs
 
 # Cost of the most loaded rank of the hint, in the integers that CP-SAT counts in.
 _RESOLUTION = 1_000_000

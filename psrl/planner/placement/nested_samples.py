@@ -12,7 +12,7 @@ from psrl.core.samples.sample import FloatArray, IntArray
 from psrl.core.tree.rank_nodes import nodes_of_ranks
 from psrl.planner.problem import ProgramProblem
 
-from .placement import Placement, rank_work_s
+from .placement import rank_work_s, shared_placement
 
 # With more leaves per rank the nested' rows are small beside what leaves can balance.
 _MAX_LEAVES_PER_RANK = 16
@@ -34,7 +34,7 @@ def move_nested_samples(subproblem: ProgramProblem, rank: IntArray, goal_s: floa
     nested = {s for s in _nested_samples(subproblem).tolist() if rows[s]}
     if not nested:
         return rank
-    load_s = rank_work_s(_shared(subproblem, rank))
+    load_s = rank_work_s(shared_placement(subproblem, rank))
     node_s = _node_s(subproblem)
     held = np.zeros((num_ranks, tree.num_nodes), bool)
     held[nodes_of_ranks(tree, rank)] = True
@@ -50,7 +50,7 @@ def move_nested_samples(subproblem: ProgramProblem, rank: IntArray, goal_s: floa
         after[heaviest] = np.inf
         chosen = int(after.argmin())
         rank[sample] = chosen
-        new_s = rank_work_s(_shared(subproblem, rank))
+        new_s = rank_work_s(shared_placement(subproblem, rank))
         if max(new_s[heaviest], new_s[chosen]) < load_s[heaviest]:
             load_s = new_s
             held[chosen, path] = True
@@ -81,7 +81,3 @@ def _node_s(subproblem: ProgramProblem) -> FloatArray:
     pairs = visible_pairs(tree.start_depth, tree.num_tokens)
     cost_s: FloatArray = unit.token_s * tree.num_tokens + unit.pair_s * pairs
     return cost_s
-
-
-def _shared(subproblem: ProgramProblem, rank: IntArray) -> Placement:
-    return Placement(subproblem, rank, np.zeros(len(rank), np.int64))

@@ -76,6 +76,11 @@ class Placement:
         return order[begins[rank] : begins[rank + 1]]
 
 
+def shared_placement(subproblem: ProgramProblem, rank: IntArray) -> Placement:
+    """All samples of a rank share."""
+    return Placement(subproblem, rank, np.zeros(len(rank), np.int64))
+
+
 def rank_work_s(placement: Placement) -> FloatArray:
     """[D] work of each rank, all phases, without fixed costs: no plan of it is faster."""
     tree, unit = placement.tree, placement.subproblem.unit_costs

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psrl.core.plan.bound import Bound
 from psrl.core.samples.sample import IntArray
-from psrl.planner.bounds.forced_copies import Bound
 from psrl.planner.micro_batching.all_ranks import sample_sets, token_cuts, work_s
 from psrl.planner.micro_batching.built import BuiltProgram
 from psrl.planner.placement.greedy import (
@@ -18,10 +18,9 @@ from psrl.planner.placement.greedy import (
     longest_prefix_ranks,
     unique_cost_ranks,
 )
-from psrl.planner.placement.nested_samples import move_nested_samples
-from psrl.planner.placement.optimal import optimal_ranks
-from psrl.planner.placement.placement import Placement
-from psrl.planner.placement.two_level import GAP_TOLERANCE, dfs_cut_leaves, two_level_leaves
+from psrl.planner.placement.placement import Placement, shared_placement
+from psrl.planner.placement.search import optimal_ranks, psrl_ranks
+from psrl.planner.placement.two_level import dfs_cut_leaves
 from psrl.planner.placement.verl import verl_micro_batches, verl_ranks
 from psrl.planner.problem import ProgramProblem
 
@@ -34,7 +33,7 @@ class Draft:
     """Samples on ranks, and how to make the rest when it is wanted.
 
     Attributes:
-        proven: a better bound than the program's own, if the policy found one.
+        proven: a bound above the program's own, if the policy found one.
     """
 
     placement: Placement
@@ -45,7 +44,7 @@ class Draft:
     def bound(self) -> Bound:
         """The best proven lower bound on the work of the most loaded rank."""
         known = self.placement.subproblem.bound
-        return known if self.proven is None else max(known, self.proven)
+        return known if self.proven is None else self.proven
 
 
 Policy = Callable[[ProgramProblem], Draft]
@@ -97,23 +96,13 @@ def first_fit(subproblem: ProgramProblem) -> Draft:
 
 def dfs_cut(subproblem: ProgramProblem) -> Draft:
     """AReaL-DTA's contiguous depth-first cut over ranks, plain even cuts inside a rank."""
-    placement = _shared(subproblem, _contiguous_place(subproblem))
+    placement = shared_placement(subproblem, _contiguous_place(subproblem))
     return Draft(placement, lambda: token_cuts(placement, single_unit=True))
 
 
 def psrl(subproblem: ProgramProblem) -> Draft:
     """Two-level placement, cuts in units, dropped activations where memory demands it."""
-    planning, tree = subproblem.problem.setup.planning, subproblem.cost_tree
-    leaf_rank = two_level_leaves(
-        tree,
-        subproblem.problem.num_ranks,
-        subproblem.rank_cost_bound_s,
-        planning.search_iterations,
-        planning.seed,
-    )
-    goal_s = subproblem.rank_cost_bound_s * (1.0 + GAP_TOLERANCE)
-    rank = move_nested_samples(subproblem, leaf_rank[tree.leaf_of_sample], goal_s)
-    placement = _shared(subproblem, rank)
+    placement = shared_placement(subproblem, psrl_ranks(subproblem))
     return Draft(placement, lambda: _fastest(placement))
 
 
@@ -121,9 +110,9 @@ def optimal(subproblem: ProgramProblem) -> Draft:
     """As `psrl`, with OR-Tools: proven best where there are few samples, else never worse."""
     ours = psrl(subproblem)
     rank, proven = optimal_ranks(subproblem, ours.placement.rank)
-    placement = _shared(subproblem, rank)
     if np.array_equal(rank, ours.placement.rank):
-        return Draft(placement, ours.build, proven)
+        return Draft(ours.placement, ours.build, proven)
+    placement = shared_placement(subproblem, rank)
 
     def build() -> BuiltProgram:
         return _fastest_of([token_cuts(placement), ours.build()])
@@ -147,7 +136,7 @@ def _fastest(placement: Placement) -> BuiltProgram:
     for place, policies in _RIVALS:
         # Work on the slowest rank, with all possible sharing, is a lower bound on the time of
         # all policies that place samples so: most are ruled out by it.
-        if work_s(_shared(subproblem, place(subproblem))) < limit_s:
+        if work_s(shared_placement(subproblem, place(subproblem))) < limit_s:
             drafts = (policy(subproblem) for policy in policies)
             rivals += [d.build() for d in drafts if work_s(d.placement) < limit_s]
     better = [r for r in rivals if r.fits and r.time_s < limit_s]
@@ -159,7 +148,7 @@ def _fastest(placement: Placement) -> BuiltProgram:
 
 def with_our_cuts(subproblem: ProgramProblem, rank: IntArray) -> Draft:
     """Given ranks of the samples, our micro-batches and caching."""
-    placement = _shared(subproblem, rank)
+    placement = shared_placement(subproblem, rank)
     return Draft(placement, lambda: token_cuts(placement))
 
 
@@ -200,10 +189,6 @@ def _group_place(subproblem: ProgramProblem) -> IntArray:
 def _contiguous_place(subproblem: ProgramProblem) -> IntArray:
     leaf_rank = dfs_cut_leaves(subproblem.cost_tree, subproblem.problem.num_ranks)
     return leaf_rank[subproblem.cost_tree.leaf_of_sample]
-
-
-def _shared(subproblem: ProgramProblem, rank: IntArray) -> Placement:
-    return Placement(subproblem, rank, np.zeros(len(rank), np.int64))
 
 
 def _max_tokens(subproblem: ProgramProblem) -> int:
