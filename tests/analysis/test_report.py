@@ -7,7 +7,12 @@ import pytest
 from psrl.analysis.report import report
 from psrl.analysis.report.comparison import load_comparison
 from psrl.analysis.report.report import write_report
-from psrl.analysis.report.sentences import balance_sentence, gain_sentence, recommended_policy
+from psrl.analysis.report.sentences import (
+    balance_sentence,
+    gain_sentence,
+    recommended_policy,
+    run_sentence,
+)
 from psrl.core.errors import PsrlError
 from tests.analysis.conftest import GIB, edit_json, write_json
 
@@ -142,6 +147,19 @@ def test_the_fastest_policy_that_fits_is_recommended(comparison_run: Path) -> No
     text = read(comparison_run)
     assert "psrl does not fit: it peaks at 90.0 GiB, 10.0 GiB above the 80.0 GiB" in text
     assert "The plan of verl is ready to run on 8 devices" in text
+
+
+def test_where_nothing_fits_no_plan_is_ready(comparison_run: Path) -> None:
+    for policy in ("psrl", "verl"):
+        path = comparison_run / "policies" / policy / "metrics.json"
+        edit_json(path, lambda m: m.update(peak_memory_bytes=90 * GIB))
+    comparison = load_comparison(comparison_run)
+    sentence = run_sentence(comparison, recommended_policy(comparison))
+    assert sentence == (
+        "No policy of this run fits its devices: the plan of psrl peaks at 90.0 GiB, 10.0 GiB "
+        "above the device's 80.0 GiB."
+    )
+    assert "ready to run" not in read(comparison_run)
 
 
 def test_an_idle_rank_is_told_in_words(comparison_run: Path) -> None:

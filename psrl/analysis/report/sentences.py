@@ -239,7 +239,15 @@ def exactness_sentence(comparison: Comparison) -> str:
 
 
 def run_sentence(comparison: Comparison, policy: str) -> str:
-    """Which plan to run, and on what."""
+    """Which plan to run, and on what; or that none of them fits."""
+    limit = comparison.setup.cluster.device.memory_bytes
+    peak = comparison.metrics[policy]["peak_memory_bytes"]
+    if peak > limit:
+        unit = bytes_unit(peak)
+        return (
+            f"No policy of this run fits its devices: the plan of {policy} peaks at "
+            f"{unit.text(peak)}, {unit.text(peak - limit)} above the device's {unit.text(limit)}."
+        )
     num_devices = comparison.setup.cluster.num_devices
     where = f"{num_devices:,} devices, one process each" if num_devices > 1 else "one device"
     text = f"The plan of {policy} is ready to run on {where}"
