@@ -6,8 +6,8 @@ from typing import NamedTuple
 from psrl.core.errors import InfeasibleError, PlanError
 from psrl.core.plan.bound import Bound
 from psrl.core.plan.check_plan import check_plan
-from psrl.core.plan.clock import predicted_times
 from psrl.core.plan.plan import PHASES, Plan
+from psrl.core.plan.plan_times import predicted_times
 from psrl.planner.micro_batching.built import BuiltProgram
 from psrl.planner.policies.find_policy import find_policy
 from psrl.planner.policies.policies import Policy

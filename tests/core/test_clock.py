@@ -5,8 +5,9 @@ import pytest
 
 from psrl.core.errors import PlanError
 from psrl.core.plan import clock
-from psrl.core.plan.clock import ProgramOps, Reduction, check_finished, phase_times, worker_times_s
+from psrl.core.plan.clock import ProgramOps, Reduction, check_finished, phase_times
 from psrl.core.plan.op_table import OpTable, op_codes, stage_order
+from psrl.core.plan.plan_times import worker_times_s
 from psrl.core.plan.schedule import Op, interleave
 
 FREE = Reduction(0.0, 0.0)

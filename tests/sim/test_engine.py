@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psrl.core.errors import PlanError
-from psrl.core.plan import clock
+from psrl.core.plan import plan_times
 from psrl.core.plan.op_table import OpTable
 from psrl.core.run.events import Events
 from psrl.core.run.metrics import run_metrics
@@ -211,7 +211,7 @@ def test_an_op_list_that_waits_forever_is_reported(
     def backward_first(ops: OpTable, is_update: bool, num_stages: int, stage: int) -> IntArray:
         return np.arange(len(ops.kind)) if stage else np.arange(len(ops.kind))[::-1]
 
-    monkeypatch.setattr(clock, "stage_order", backward_first)
+    monkeypatch.setattr(plan_times, "stage_order", backward_first)
     monkeypatch.setattr(work, "stage_order", backward_first)
     batch = chains_batch([4])
     plan = make_plan([chains_program(batch, [[0], []])], num_ranks=2, num_stages=2)

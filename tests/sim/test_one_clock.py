@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.plan.clock import predicted_times
 from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan_times import predicted_times
 from psrl.core.run.config import load_setup
 from psrl.core.run.events import Events
 from psrl.core.run.metrics import run_metrics

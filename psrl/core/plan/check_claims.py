@@ -10,9 +10,9 @@ from psrl.core.errors import PlanError
 from psrl.core.tree.prefix_tree import PrefixTree
 
 from .check_reads import ProgramByRank
-from .clock import predicted_times
 from .micro_batch_time import micro_batch_times
 from .plan import Plan
+from .plan_times import predicted_times
 
 RELATIVE_TOLERANCE = 1e-9
 """Stated and computed times agree up to rounding, which differs between processors."""

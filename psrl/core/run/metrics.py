@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from psrl.core.cost.cluster import ParallelConfig
-from psrl.core.plan.clock import worker_times_s
 from psrl.core.plan.plan import PHASES, Plan
+from psrl.core.plan.plan_times import worker_times_s
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.core.tree.prefix_tree import build_prefix_tree
 

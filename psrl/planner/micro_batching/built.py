@@ -8,9 +8,10 @@ import numpy as np
 
 from psrl.core.cost.cost_model import CostModel
 from psrl.core.plan.bytes_over_ops import peak_bytes
-from psrl.core.plan.clock import ProgramOps, ProgramTimes, Reduction, phase_times, program_ops
+from psrl.core.plan.clock import ProgramOps, ProgramTimes, Reduction, phase_times
 from psrl.core.plan.op_table import OpTable, op_codes
 from psrl.core.plan.plan import Program
+from psrl.core.plan.plan_times import program_ops
 from psrl.core.plan.tables import Assignments, Blocks, MicroBatches, Schedule, Segments
 from psrl.planner.placement.placement import Placement
 

@@ -9,9 +9,10 @@ from psrl.core.cost.cost_model import CostModel
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.plan.bytes_over_ops import MemoryState, stage_bytes
 from psrl.core.plan.check_ops import check_op_patterns
-from psrl.core.plan.clock import ProgramOps, program_ops
+from psrl.core.plan.clock import ProgramOps
 from psrl.core.plan.op_table import sorted_by_rank, stage_order
 from psrl.core.plan.plan import Plan
+from psrl.core.plan.plan_times import program_ops
 from psrl.core.samples.sample import FloatArray, IntArray, SampleBatch
 from psrl.sim.blocks.block_effects import BlockEffects
 from psrl.sim.options import SimOptions
