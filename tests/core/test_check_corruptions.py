@@ -229,6 +229,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
             "worker_time_max_s",
             "worker_time_min_s",
             "gap",
+            "placement_gap",
             "executed_tokens",
             "duplicated_tokens",
             "num_micro_batches",
@@ -241,6 +242,11 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("psrl", "unknown prediction", put("predicted.mfu", 0.5), "rule 13: predicted has .* mfu"),
     ("psrl", "prediction missing", put("predicted.gap", ...), "rule 13: predicted lacks gap"),
     ("psrl", "text for a prediction", put("predicted.gap", "0"), r"predicted\.gap = '0'"),
+    # plan.json: certificates
+    ("psrl", "bound without certificate", put("programs.0.bound", None), "rule 1[34]: "),
+    ("psrl", "higher limit", put("programs.0.bound.limit_s", times(1.01)), "rule 1[34]: "),
+    ("psrl", "other proof", put("programs.0.bound.kind", "guess"), r"bound\.kind = 'guess'"),
+    ("psrl_pp2", "no recompute", put("parallel.recompute", "none"), "rule 1[34]: "),
     # assignments
     ("psrl", "sample twice", cell("assignments", "sample", 8), "rule [12]: "),
     ("psrl", "sample beyond the trace", cell("assignments", "sample", 99), "samples 7?.*99"),

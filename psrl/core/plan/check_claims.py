@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
+from psrl.core.cost.unit_costs import unit_costs
 from psrl.core.errors import PlanError
 from psrl.core.tree.prefix_tree import PrefixTree
 
@@ -62,12 +63,28 @@ def check_predicted(plan: Plan, trees: Sequence[PrefixTree], peak_bytes: int) ->
             raise PlanError(f"rule 13: predicted.{name} is {value}, not a number from 0 on")
     bound_s = plan.predicted["lower_bound_s"]
     expected["gap"] = plan.predicted["makespan_s"] / bound_s - 1.0 if bound_s else 0.0
+    expected["placement_gap"] = _placement_gap(plan)
     for name, found in expected.items():
         stated = plan.predicted[name]
         # A gap is a small difference of large numbers.
-        scale = max(abs(found), 1.0) if name == "gap" else abs(found)
+        scale = max(abs(found), 1.0) if name in _OF_THE_BOUND else abs(found)
         if not abs(stated - found) <= RELATIVE_TOLERANCE * scale:
             raise PlanError(f"rule 13: predicted.{name} is {stated!r}, the plan has {found!r}")
+
+
+def _placement_gap(plan: Plan) -> float:
+    """Work of the most loaded ranks over its lower bound, minus 1; without fixed costs."""
+    cost = choose_cost_model(plan.model, plan.cluster, plan.parallel, plan.calibration)
+    work_s = bound_s = 0.0
+    for program in plan.programs:
+        recompute = plan.parallel.recompute == "full"
+        unit = unit_costs(cost, len(program.phases), program.is_update, recompute)
+        table, of_rank = program.micro_batches, np.zeros(plan.num_ranks)
+        of_row = unit.token_s * table.num_tokens + unit.pair_s * table.pairs
+        np.add.at(of_rank, table.rank, of_row + unit.head_s * table.head_tokens)
+        work_s += float(of_rank.max())
+        bound_s += 0.0 if program.bound is None else program.bound.limit_s
+    return work_s / bound_s - 1.0 if bound_s else 0.0
 
 
 def predicted_sizes(plan: Plan, trees: Sequence[PrefixTree], peak_bytes: int) -> dict[str, float]:
