@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+import psrl
 from psrl.analysis.calibration.executed_fit import calibrate_executed
 from psrl.analysis.simulated_vs_measured import agreement
 from psrl.backend.execution import concatenate_events
 from psrl.backend.options import ExecuteOptions
-from psrl.cli.execute_commands import execute_run
 from psrl.core.plan.plan import PHASES, Plan
 from psrl.core.run.config import Setup, load_setup
 from psrl.core.run.events import Events
@@ -37,8 +37,7 @@ POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
 CALIBRATED_POLICIES = (*POLICIES, "vllm_ps")
 MAX_ERROR_PERCENT = 10.0
 NUM_ROUNDS = 3
-OPTIONS = ExecuteOptions(warmup=1)
-TIMEOUT_S = 1800.0
+OPTIONS = ExecuteOptions(warmup=1, timeout_s=1800.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def execute(cases: list[Case], folder: Path) -> list[Executed]:
     for number in range(NUM_ROUNDS):
         for plan, trace, where in plans.values():
             run = where / f"round{number}"
-            execute_run(plan, where / "plan", trace, run, OPTIONS, TIMEOUT_S)
+            psrl.execute(plan, trace, run, OPTIONS, plan_path=where / "plan")
     return [
         Executed(case, policy, where, where / "round0", _keep_fastest(where))
         for (case, policy), (_, _, where) in plans.items()

@@ -101,6 +101,7 @@ def sweep_rows(compared: "PolicyComparison") -> list[dict[str, Any]]:
     """A row per policy, the baseline first; NaN and a reason where it does not fit."""
     setup, runs = compared.problem.setup, compared.runs
     base = runs.get(compared.baseline)
+    summary = None if base is None else compared.summary()
     rows = []
     for policy in compared.names:
         row: dict[str, Any] = {
@@ -109,13 +110,15 @@ def sweep_rows(compared: "PolicyComparison") -> list[dict[str, Any]]:
             "data_parallel_size": setup.parallel.data_parallel_size,
             "policy": policy,
             "speedup": math.nan,
+            "speedup_bound": math.nan,
             "reason": compared.infeasible.get(policy, ""),
         }
         row |= dict.fromkeys(_COPIED, math.nan)
         if policy in runs:
             row |= {name: runs[policy].metrics[name] for name in (*_COPIED, "prefix_match_rate")}
-            if base is not None:
-                row["speedup"] = base.makespan_s / runs[policy].makespan_s
+            if summary is not None:
+                row["speedup"] = summary.speedup(policy)
+                row["speedup_bound"] = summary.bound(policy)
         rows.append(row)
     return rows
 
