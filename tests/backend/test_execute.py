@@ -146,7 +146,7 @@ def test_every_loss_token_has_three_logprobs(trace: Trace, execution: Execution)
         assert (values < 0).all()
 
 
-def test_kv_bytes_equal_the_simulated_ledger(trace: Trace, execution: Execution) -> None:
+def test_bytes_equal_the_account_in_every_phase(trace: Trace, execution: Execution) -> None:
     plan, batch = make_plan(trace), trace.iteration(0)
     memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
     for index, program in enumerate(plan.programs):
@@ -160,6 +160,7 @@ def test_kv_bytes_equal_the_simulated_ledger(trace: Trace, execution: Execution)
             assert rows.kv_bytes.tolist() == [s.kv_bytes for s in states]
             assert rows.kv_gradient_bytes.tolist() == [s.kv_gradient_bytes for s in states]
             assert rows.logits_bytes.tolist() == [s.logits_bytes for s in states]
+            assert rows.static_bytes.tolist() == [s.static_bytes for s in states]
         assert program.is_update <= (max(s.kv_gradient_bytes for s in states) > 0)
 
 
@@ -173,7 +174,8 @@ def test_events_are_the_plans_ops_in_order(trace: Trace, execution: Execution) -
     assert update.op.tolist() == wanted
     assert (update.end_s >= update.start_s).all()
     assert (np.diff(update.start_s) >= 0).all()
-    assert (update.static_bytes > 0).all()
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    assert (update.static_bytes == memory.static_bytes).all()
     held = update.activation_bytes[update.op == "forward"]
     assert held.max() > 0
 
@@ -271,6 +273,26 @@ def test_repeats_change_no_result(trace: Trace, execution: Execution) -> None:
     assert again.loss == execution.loss
     assert np.array_equal(again.logprob, execution.logprob)
     assert again.events.op.tolist() == execution.events.op.tolist()
+    plan = make_plan(trace)
+    copy = MemoryModel(plan.model, plan.cluster, plan.parallel).weight_bytes_on(0)
+    wanted = execution.events.static_bytes + copy * (execution.events.phase == "update")
+    assert again.events.static_bytes.tolist() == wanted.tolist()
+
+
+def test_a_copy_of_the_weights_must_fit_beside_the_plan(trace: Trace) -> None:
+    plan = make_plan(trace)
+    memory = MemoryModel(plan.model, plan.cluster, plan.parallel)
+    needed = memory.static_bytes + memory.weight_bytes_on(0)
+    for memory_bytes, fits in ((needed, True), (needed - 1, False)):
+        device = plan.cluster.device.model_copy(update={"memory_bytes": memory_bytes})
+        cluster = plan.cluster.model_copy(update={"device": device})
+        tight = replace(plan, cluster=cluster)
+        check_executable(tight, trace, OPTIONS)
+        if fits:
+            check_executable(tight, trace, replace(OPTIONS, repeat=2))
+        else:
+            with pytest.raises(ConfigError, match="a copy of the weights"):
+                check_executable(tight, trace, replace(OPTIONS, repeat=2))
 
 
 @pytest.mark.slow

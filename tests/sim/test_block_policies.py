@@ -18,7 +18,7 @@ from psrl.core.plan.tables import Blocks
 from psrl.core.samples.sample import SampleBatch, make_batch
 from psrl.sim import simulate
 from psrl.sim.blocks.block_effects import apply_block_policy
-from psrl.sim.blocks.block_policies import BlockPolicy
+from psrl.sim.blocks.block_policies import BlockPolicy, CachedReads, policy_blocks
 from psrl.sim.blocks.block_replay import Replay, replay_blocks
 from tests.random_plans import random_batch, random_program
 from tests.sim.cases import PlainCostModel, make_plan
@@ -175,6 +175,23 @@ def two_branches() -> tuple[Plan, SampleBatch]:
         ),
     )
     return make_plan([program]), batch
+
+
+def test_a_block_dies_with_the_reader_that_runs_last() -> None:
+    """Whatever the readers' numbers; rows that nobody reads do not matter, in updates either."""
+    plan, batch = two_branches()
+    (program,) = plan.programs
+    packed = pack_rank(program, program.tree(batch))
+    whole = BlockPolicy(block_tokens=8)
+    for order in ([0, 1, 2], [0, 2, 1]):
+        ordered = replace(program, schedule=replace(program.schedule, micro_batch=np.array(order)))
+        reads = CachedReads.of(ordered, packed)
+        blocks = policy_blocks(ordered, packed, reads, whole)
+        assert blocks.release_micro_batch.tolist() == [order[-1]]
+    trained = replace(program, is_update=True)
+    blocks = policy_blocks(trained, packed, CachedReads.of(trained, packed), whole)
+    assert blocks.num_tokens.tolist() == [7]
+    assert blocks.release_micro_batch.tolist() == [0]
 
 
 def test_padding_metadata_and_lost_hits_by_hand() -> None:
