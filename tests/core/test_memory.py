@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from psrl.core.plan.bytes_over_ops import (
     HEAD_CHUNK_TOKENS,
     MemoryState,
     block_table,
+    fullest_stages,
+    peak_bytes,
     stage_bytes,
 )
 from psrl.core.plan.op_table import OpTable, op_table, stage_order
@@ -103,6 +106,32 @@ def test_logits_exist_one_chunk_at_a_time() -> None:
     tree = changed.tree(hand_batch())
     state = account(changed, op_table(changed), tree, memory, stage=1)[0]
     assert state.logits_bytes == HEAD_CHUNK_TOKENS * LOGITS
+
+
+def test_the_peak_of_any_stage_is_found_and_forward_only_holds_nothing() -> None:
+    """Behind the first stage a dropped micro-batch keeps its input, so stage 1 counts too."""
+    assert [fullest_stages(n) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 3]]
+    program, tree = hand_program(), hand_program().tree(hand_batch())
+    count = len(program.micro_batches)
+    dropped = replace(program.micro_batches, activation=np.full(count, "drop"))
+    plan = wrap(program, num_ranks=2, num_stages=4)
+    memory = MemoryModel(
+        plan.model.model_copy(update={"vocab_size": 2}), plan.cluster, plan.parallel
+    )
+    mine = replace(program, micro_batches=dropped).on_rank(0)
+    bare = mine.schedule.op != "recompute"
+    for is_update in (True, False):
+        keeps = mine.schedule.rows(bare if is_update else mine.schedule.op == "forward")
+        blocks = mine.blocks.rows(slice(0, 0))
+        case = replace(mine, schedule=keeps, blocks=blocks, is_update=is_update)
+        peaks = [
+            max(sum(s) for s in account(case, op_table(case), tree, memory, stage))
+            for stage in range(4)
+        ]
+        assert peak_bytes(case, tree, memory) == max(peaks)
+    held = [s.activation_bytes for s in account(case, op_table(case), tree, memory, stage=1)]
+    layer = mine.micro_batches.num_tokens * memory.activation_bytes_per_token
+    assert held == (layer // memory.layers_per_stage)[keeps.micro_batch].tolist()
 
 
 @pytest.mark.slow
