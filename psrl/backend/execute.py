@@ -28,6 +28,7 @@ from psrl.backend.train.engine import (
     optimizer_step,
     reduce_gradients,
 )
+from psrl.backend.train.finite_step import may_step
 from psrl.backend.train.inputs import LossTokens, RankProgram, prepare_rank_program
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
 from psrl.backend.train.phase_log import PhaseLog, resident_bytes
@@ -79,6 +80,7 @@ def execute_plan(plan: Plan, trace: Trace, options: ExecuteOptions) -> Execution
             logprob=update.phase.logprob,
             loss=[step.loss for step in update.steps],
             gradient_norm=[step.norm for step in update.steps],
+            skipped_mini_batches=[s.mini_batch for s in update.steps if s.is_skipped],
             router_loss=[step.router_loss for step in update.steps],
             expert_load=[step.expert_load for step in update.steps if step.expert_load is not None],
             gradients={k: v for step in update.steps for k, v in step.gradients.items()},
@@ -222,8 +224,10 @@ def _forward_phase(job: _Job, phase: str, model_of: Callable[[], GPTModel]) -> _
 class _Step(NamedTuple):
     """An optimizer step; `expert_load` is None for a dense model, `gradients` may be empty."""
 
+    mini_batch: int
     loss: float
     norm: float
+    is_skipped: bool
     router_loss: float
     expert_load: FloatArray | None
     gradients: dict[str, Tensor]
@@ -286,12 +290,36 @@ def _all_steps(
             full = gather_full(gradients, ParallelGroups.current())
             if dist.get_rank() == 0:
                 kept = {prefix + name: value for name, value in full.items()}
-        optimizer_step(optimizer, log, rank_program.index, norm)
         loss = float(sum_over_ranks(np.array([run.loss]), job.device)[0])
+        mini_batch = rank_program.program.mini_batch
+        deviation = run.logprobs - inputs.old_logprob
+        steps_now = may_step(
+            loss,
+            norm,
+            gradients,
+            f"update, mini-batch {mini_batch}",
+            {
+                "advantage": job.loss_tokens.advantage,
+                "log ratio to the old policy": deviation[~np.isnan(deviation)],
+            },
+            skip=job.options.optimizer.on_nonfinite == "skip",
+        )
+        if steps_now:
+            optimizer_step(optimizer, log, rank_program.index, norm)
+        else:
+            gradients.zero()
         routers = run.routers
         router_loss = routers.loss() if routers else 0.0
         steps.append(
-            _Step(loss, norm, router_loss, routers.load().numpy() if routers else None, kept)
+            _Step(
+                mini_batch,
+                loss,
+                norm,
+                not steps_now,
+                router_loss,
+                routers.load().numpy() if routers else None,
+                kept,
+            )
         )
         found.append(run)
     return steps, found

@@ -28,6 +28,7 @@ class Execution:
         old_logprob, reference_logprob, logprob: [number of loss tokens] of the three phases, in
             the order of `loss_tokens`; NaN if the phase did not run.
         loss, gradient_norm: per update program, in order; the norm before clipping.
+        skipped_mini_batches: those whose step was left out because a number was not finite.
         router_loss: per update program, what the routers add to the loss; 0 for a dense model.
         expert_load: per update program, [layers, experts] logical tokens that each expert got;
             empty for a dense model.
@@ -45,6 +46,7 @@ class Execution:
     logprob: FloatArray
     loss: list[float]
     gradient_norm: list[float]
+    skipped_mini_batches: list[int]
     router_loss: list[float]
     expert_load: list[FloatArray]
     gradients: dict[str, Tensor]

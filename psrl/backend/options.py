@@ -152,6 +152,8 @@ class OptimizerOptions:
     """decay of all weights, in units of the learning rate"""
     max_gradient_norm: Limit = 1.0
     """gradients are scaled down to this norm; inf: never"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """when loss or gradients are not finite: end the run, or leave that step out and count it"""
 
 
 @dataclass(frozen=True)

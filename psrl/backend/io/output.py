@@ -35,6 +35,7 @@ def execution_metrics(plan: Plan, batch: SampleBatch, execution: Execution) -> d
     metrics |= {
         "loss": execution.loss,
         "gradient_norm": execution.gradient_norm,
+        "skipped_mini_batches": execution.skipped_mini_batches,
         "router_loss": execution.router_loss,
         "expert_load_max_over_mean": [
             float((load.max(axis=1) / load.mean(axis=1)).max()) for load in execution.expert_load

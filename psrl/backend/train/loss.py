@@ -16,6 +16,9 @@ from torch import Tensor
 from psrl.backend.options import KlEstimator, LossOptions
 from psrl.core.samples.sample import FloatArray, IntArray
 
+# exp of it, 4.9e8, is far beyond every clip and finite in every precision that losses run in.
+_MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class EdgeValues:
@@ -41,7 +44,7 @@ def ppo_clip(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Ten
 
     With the second bound of Ye et al., 2020 ("dual clip"), if there is one.
     """
-    return _clipped((logprob_E - values.old_logprob).exp(), values.advantage, options)
+    return _clipped(_ratio(logprob_E - values.old_logprob), values.advantage, options)
 
 
 def gspo(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
@@ -51,12 +54,12 @@ def gspo(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
     the mean over the sample's tokens has the value and the gradient of the sample's term.
     """
     log_ratio_E = values.sequence_log_ratio + logprob_E - logprob_E.detach()
-    return _clipped(log_ratio_E.exp(), values.advantage, options)
+    return _clipped(_ratio(log_ratio_E), values.advantage, options)
 
 
 def cispo(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
     """[E] REINFORCE terms weighted by the clipped ratio (MiniMax-M1, 2025, equation 4), negated."""
-    ratio_E = (logprob_E.detach() - values.old_logprob).exp().clamp(*options.ratio_limits)
+    ratio_E = _ratio(logprob_E.detach() - values.old_logprob).clamp(*options.ratio_limits)
     return -ratio_E * values.advantage * logprob_E
 
 
@@ -66,6 +69,11 @@ def sft(logprob_E: Tensor, values: EdgeValues, options: LossOptions) -> Tensor:
 
 
 LOSSES: dict[str, EdgeLoss] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "sft": sft}
+
+
+def _ratio(log_ratio_E: Tensor) -> Tensor:
+    """[E] `exp(min(max(log r, -20), 20))`: as veRL's losses bound it, so that none overflows."""
+    return log_ratio_E.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def _clipped(ratio_E: Tensor, advantage_E: Tensor, options: LossOptions) -> Tensor:
@@ -81,14 +89,14 @@ def kl_terms(logprob_E: Tensor, reference_E: Tensor, estimator: KlEstimator = "k
     """[E] estimates of KL(policy || reference) (Schulman, "Approximating KL divergence", 2020).
 
     With log r = reference - policy: k1 is `-log r`, k2 is `(log r)^2 / 2`, and k3 is
-    `r - 1 - log r`, unbiased and never negative.
+    `r - 1 - log r`, unbiased and never negative, with r bounded as in `_ratio`.
     """
     log_ratio_E = reference_E - logprob_E
     if estimator == "k1":
         return -log_ratio_E
     if estimator == "k2":
         return log_ratio_E.square() / 2.0
-    return log_ratio_E.exp() - 1.0 - log_ratio_E
+    return _ratio(log_ratio_E) - 1.0 - log_ratio_E
 
 
 def edge_terms(

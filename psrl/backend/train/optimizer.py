@@ -151,7 +151,8 @@ class MainGradients:
         tensor_size = group_size(self.groups.tensor)
         shared, experts = self._flat.new_zeros(2, dtype=torch.float64)
         for name, view in self:
-            square = view.square().sum(dtype=torch.float64)
+            # In float64 from the start: a square leaves float32 from 2e19 on.
+            square = torch.linalg.vector_norm(view, dtype=torch.float64).square()
             if is_expert(name):
                 experts += square
             elif not getattr(self._parameters[name], "shared", False):
@@ -161,6 +162,10 @@ class MainGradients:
         total = shared + experts
         _all_reduce([total], self.groups.pipeline)
         return float(total.sqrt())
+
+    def first_nonfinite(self) -> str | None:
+        """The first parameter of this rank whose gradient is not finite."""
+        return next((name for name, view in self if not bool(view.isfinite().all())), None)
 
     def scale(self, factor: float) -> None:
         self._flat *= factor

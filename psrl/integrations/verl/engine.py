@@ -120,7 +120,11 @@ class PsrlEngine(BaseEngine):
         self.state: TrainingState | None = None
         if not self._engine_config.forward_only:
             self.state = TrainingState(
-                self.model, setup.model, self._optimizer_config, self._checkpoint_config
+                self.model,
+                setup.model,
+                self._optimizer_config,
+                self._checkpoint_config,
+                self._options.on_nonfinite,
             )
         self._weight_memory = DeviceMemory(lambda: list(self.model.parameters()))
         self._offload_as_configured()

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -38,6 +38,9 @@ class PsrlOptions(Spec):
     search_iterations: int = Field(default=2000, ge=0)
     calibration: str | None = Field(default=None, description="file of `psrl calibrate`")
     trace_dir: str | None = Field(default=None, description="write training batches as traces")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="gradients that are not finite: stop, or skip as FSDP does"
+    )
     timeout_s: float = Field(default=1800.0, gt=0, description="limit of a message or collective")
 
 

@@ -3,7 +3,7 @@
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ from psrl.backend.io.checkpoint import load_checkpoint, save_checkpoint
 from psrl.backend.model.parameters import ParallelGroups
 from psrl.backend.model.weights import save_hf
 from psrl.backend.options import OptimizerOptions
+from psrl.backend.train.finite_step import may_step
 from psrl.backend.train.optimizer import MainAdamW, MainGradients
 from psrl.core.cost.cluster import ModelSpec
-from psrl.core.errors import BackendError
 
 from .rollout import DeviceMemory
 
@@ -35,9 +35,15 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: torch.nn.Module, spec: ModelSpec, optimizer_config: Any, checkpoint_config: Any
+        self,
+        model: torch.nn.Module,
+        spec: ModelSpec,
+        optimizer_config: Any,
+        checkpoint_config: Any,
+        on_nonfinite: Literal["stop", "skip"],
     ) -> None:
         self._model, self._spec = model, spec
+        self._skips_nonfinite = on_nonfinite == "skip"
         self._contents = list(checkpoint_config.save_contents)
         self.gradients = MainGradients(model, ParallelGroups.current())
         limit = optimizer_config.clip_grad
@@ -49,6 +55,7 @@ class TrainingState:
                 beta2=optimizer_config.betas[1],
                 weight_decay=optimizer_config.weight_decay,
                 max_gradient_norm=limit if limit and limit > 0 else math.inf,
+                on_nonfinite=on_nonfinite,
             ),
         )
         self._schedule = get_megatron_optimizer_param_scheduler(self.optimizer, optimizer_config)
@@ -60,16 +67,14 @@ class TrainingState:
         """Reduce the gradients over ranks and update; returns their norm before clipping.
 
         Raises:
-            BackendError: if it is not finite.
+            BackendError: if it is not finite, unless such steps are to be left out.
         """
         self.gradients.reduce()
         norm = self.gradients.norm()
-        if not math.isfinite(norm):
-            raise BackendError(
-                f"the gradient norm is {norm}: the weights were not updated",
-                "resume from the last checkpoint with a lower actor_rollout_ref.actor.optim.lr",
-            )
-        self.optimizer.step(norm)
+        if may_step(None, norm, self.gradients, "update", {}, skip=self._skips_nonfinite):
+            self.optimizer.step(norm)
+        else:
+            self.gradients.zero()
         return norm
 
     def step_schedule(self) -> float:
