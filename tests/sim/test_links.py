@@ -1,6 +1,9 @@
 """When a pipeline message crosses hosts: both cost models and the shared ports agree."""
 
+from dataclasses import replace
+
 import pytest
+import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +12,7 @@ from psrl.core.cost.calibration import Calibration, Coefficients, Domain
 from psrl.core.cost.cluster import ClusterSpec, ParallelConfig, first_device, pipeline_link
 from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.cost.presets import DEVICES, MODELS
-from psrl.sim.replay.stage import SharedPorts
+from psrl.sim.replay.stage import Link, Port, SharedPorts
 from tests.sim.cases import chains_batch, chains_program, make_plan
 
 MODEL = MODELS["qwen2.5-7b"]
@@ -90,3 +93,32 @@ def test_shared_ports_see_the_same_hosts() -> None:
     assert first is not None
     assert first is second
     assert ports.port_of(0, 1, 0)[0] is not first
+
+
+@pytest.mark.parametrize(("nics", "repeats"), [(1, 2), (2, 2), (4, 1)])
+def test_a_port_carries_a_message_once_per_tensor_parallel_rank_behind_it(
+    nics: int, repeats: int
+) -> None:
+    """Two stages of two tensor-parallel ranks, on two hosts of four devices with the next rank."""
+    batch = chains_batch([3, 3])
+    plan = make_plan([chains_program(batch, [[0], [1]])], num_ranks=2, num_stages=2)
+    parallel = plan.parallel.model_copy(update={"tensor_model_parallel_size": 2})
+    cluster = plan.cluster.model_copy(update={"num_hosts": 2, "devices_per_host": 4})
+    ports = SharedPorts(replace(plan, cluster=cluster, parallel=parallel), nics_per_host=nics)
+    (first, times), (second, _) = (ports.port_of(rank, 0, 1) for rank in range(2))
+    assert times == repeats
+    assert (first is second) == (nics == 1)
+
+
+def test_messages_of_two_links_share_a_port_by_hand() -> None:
+    """2 s three times, then 1 s once, though both are ready at 0 s; without a port, at once."""
+    env, port = simpy.Environment(), Port()
+    links = [Link(env, port, repeats=3), Link(env, port), Link(env)]
+    arrived: list[tuple[int, float]] = []
+    for i, (link, duration_s) in enumerate(zip(links, (2.0, 1.0, 1.5), strict=True)):
+        link.send((0, 0), duration_s)
+        arrival = link.post((0, 0))
+        assert arrival.callbacks is not None
+        arrival.callbacks.append(lambda _, i=i: arrived.append((i, env.now)))
+    env.run()
+    assert arrived == [(2, 1.5), (0, 6.0), (1, 7.0)]

@@ -89,3 +89,23 @@ def test_flops_count_weights_pairs_and_logits() -> None:
         model_flops(model, work, "reference") for work in (Work(6, 12, 2), Work(4, 9, 1))
     )
     assert level["speedup_bound_flops"] == dense / shared
+
+
+def test_a_small_tree_by_hand() -> None:
+    """Depths 0, 1, 2..3 and 4; the first two tokens have three and two readers."""
+    stats = sharing_stats(make_batch([[1, 2, 3, 4, 5], [1, 2, 6], [1]], [[]] * 3))
+    shape = stats["overall"]
+    assert shape["unique_tokens_by_depth"] == [1, 1, 3, 1]
+    assert shape["logical_tokens_by_depth"] == [3, 2, 3, 1]
+    assert shape["unique_tokens_by_readers"] == [4, 2]
+    assert shape["mean_depth_unique"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 2) / 6)
+    assert shape["mean_depth_logical"] == pytest.approx((3 * 0 + 2 * 1 + 2 + 3 + 4 + 2) / 9)
+    assert (shape["num_leaves"], shape["num_forks"], shape["max_branches"]) == (2, 1, 2)
+    assert [stats[f"sample_tokens_{name}"] for name in ("min", "median", "max")] == [1, 3.0, 5]
+    assert stats["sample_tokens_p90"] == pytest.approx(3 + 0.8 * 2)
+
+
+def test_no_samples_have_no_tokens() -> None:
+    stats = sharing_stats(make_batch([], []))
+    assert [stats[f"sample_tokens_{name}"] for name in ("min", "median", "p90", "max")] == [0] * 4
+    assert stats["overall"]["unique_tokens_by_depth"] == [0]

@@ -163,7 +163,7 @@ def test_distribution_is_a_quantile_function(quantiles: list[int], at: list[floa
         (("tasks=2.5",), "tasks = 2.5"),
         (("turns.quantiles=[3, 2]",), "must not decrease"),
         (("turns.quantiles=[-1, 2]",), "must be finite and not negative"),
-        (("turns.quantiles=[nan]",), "must be finite and not negative"),
+        (("turns.quantiles=[nan]",), "should be a finite number"),
         (("tasks",), "override 'tasks': not valid TOML"),
         (("rewrite_rate=1.5",), "less than or equal to 1"),
     ],
