@@ -176,3 +176,9 @@ def test_run_metrics_add_the_phases() -> None:
     assert found["unique_tokens_per_s"] == pytest.approx(2 * 7 / 10)
     assert (found["gap"], found["lower_bound_s"]) == (0.25, None)
     assert (found["peak_memory_bytes"], found["peak_kv_bytes"]) == (100, 0)
+
+
+def test_the_bytes_of_an_op_add_up() -> None:
+    log = EventLog()
+    add(log, "forward", 0, 0.0, 1.0, memory=MemoryState(10000, 2000, 300, 40, 5))
+    assert log.finish().total_bytes.tolist() == [12345]
