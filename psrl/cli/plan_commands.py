@@ -34,7 +34,8 @@ class PlanCommand:
     """scheduling policy of docs/policies.md, or your own: module:function or file.py:function"""
     iteration: int = 0
     explain: bool = False
-    """say why: balance, duplicated tokens, idle pipeline, memory, bound, for every program"""
+    """say why: balance, duplicated tokens, idle pipeline, memory, bound, for every program; and
+    what each term of the cost model contributes, and decides of the micro-batches"""
     search: bool = False
     """first choose tensor, pipeline and data parallel sizes, recompute and micro-batch budget for
     the cluster's devices; the table shows time against memory"""
@@ -49,7 +50,13 @@ class PlanCommand:
 
     def run(self) -> ExitCode:
         from psrl.api.plans import planning_problem
-        from psrl.planner import explain, format_explanation, make_plan
+        from psrl.planner import (
+            cost_terms,
+            explain,
+            format_cost_terms,
+            format_explanation,
+            make_plan,
+        )
 
         inputs = [self.trace, self.cluster]
         check_new_directory(self.out, self.if_exists, inputs)
@@ -69,6 +76,9 @@ class PlanCommand:
         if self.explain:
             result["explanation"] = [report.as_json() for report in reports]
             texts.append(format_explanation(plan, reports))
+            terms = cost_terms(plan, batch)
+            result["cost_terms"] = [program.as_json() for program in terms]
+            texts.append(format_cost_terms(terms))
         if self.plots:
             with self.output.step("drawing"):
                 paths = self._draw(self.plots, problem, plan, reports, result.get("layouts", []))

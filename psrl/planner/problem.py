@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import CostModel
+from psrl.core.cost.layer_time import Term
 from psrl.core.cost.memory_model import MemoryModel
 from psrl.core.cost.unit_costs import UnitCosts, unit_costs
 from psrl.core.errors import ConfigError, suggest
@@ -39,6 +40,7 @@ class PlanningProblem:
 
     Attributes:
         phases: phases to plan, some of log_old_prob, reference, update.
+        without: terms of the cost model that cost nothing, to see what they decide.
 
     Raises:
         ConfigError: for an unknown phase.
@@ -49,6 +51,7 @@ class PlanningProblem:
     iteration: int
     setup: Setup
     phases: tuple[str, ...] = PHASES
+    without: frozenset[Term] = frozenset()
 
     def __post_init__(self) -> None:
         for phase in self.phases:
@@ -63,7 +66,9 @@ class PlanningProblem:
     @cached_property
     def cost_model(self) -> CostModel:
         setup = self.setup
-        return choose_cost_model(setup.model, setup.cluster, setup.parallel, setup.calibration)
+        return choose_cost_model(
+            setup.model, setup.cluster, setup.parallel, setup.calibration, self.without
+        )
 
     @cached_property
     def memory_model(self) -> MemoryModel:

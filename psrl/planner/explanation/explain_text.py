@@ -1,7 +1,10 @@
 """The explanation of a plan, for people."""
 
+from collections.abc import Sequence
+
 from psrl.core.plan.plan import Plan
 
+from .cost_terms import ProgramTerms
 from .explain import ActivationReport, ProgramReport
 
 _GIB = 2**30
@@ -19,6 +22,33 @@ def format_explanation(plan: Plan, reports: list[ProgramReport]) -> str:
     ]
     for report in reports:
         lines += ["", *_format_program(plan, report)]
+    return "\n".join(lines)
+
+
+def format_cost_terms(terms: Sequence[ProgramTerms]) -> str:
+    """Seconds of each term in all phases together, and what the cuts would be without it."""
+    total_s: dict[str, float] = {}
+    for program in terms:
+        for term, seconds in program.seconds.items():
+            total_s[term] = total_s.get(term, 0.0) + len(program.phases) * seconds
+    makespan_s = sum(total_s.values())
+    cut_again = [program for program in terms if program.without]
+    head = "".join(f"{'update' if 'update' in p.phases else 'forward':>12}" for p in cut_again)
+    lines = [
+        "what the predicted time is made of (on the ranks that end last)",
+        f"  {'term':<20}{'seconds':>10}{'share':>8}{head}",
+    ]
+    for term, seconds in sorted(total_s.items(), key=lambda item: -item[1]):
+        if seconds:
+            cuts = "".join(f"{p.without.get(term, ''):>12}" for p in cut_again)
+            share = seconds / makespan_s if makespan_s else 0.0
+            lines.append(f"  {term:<20}{seconds:>10.4f}{share:>8.1%}{cuts}".rstrip())
+    lines.append(
+        f"  {'all':<20}{makespan_s:>10.4f}{1:>8.1%}"
+        + "".join(f"{p.num_micro_batches:>12}" for p in cut_again)
+    )
+    if cut_again:
+        lines.append("  last columns: micro-batches of that rank, and if the term cost nothing")
     return "\n".join(lines)
 
 

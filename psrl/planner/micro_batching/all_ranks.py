@@ -74,6 +74,18 @@ def token_cuts(
     return join_groups(placement, [groups[rank] for rank in sorted(groups)])
 
 
+def best_cuts_of(placement: Placement, rank: int) -> BuiltRank:
+    """One rank's micro-batches by the best rule, as the most loaded rank gets them.
+
+    With those that share experts with it.
+    """
+    size = placement.problem.setup.parallel.coupled_ranks
+    first = rank - rank % size
+    rank_trees = [tree_of_rank(placement, r) for r in range(first, first + size)]
+    rules = all_rules(rank_trees, False, SNAP)
+    return best_group_program(rank_trees, rules, MEMORY_WEIGHT).program.ranks[rank - first]
+
+
 T = TypeVar("T")
 
 
