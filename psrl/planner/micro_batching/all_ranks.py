@@ -12,7 +12,7 @@ from psrl.planner.placement.placement import Placement, RankSegments, rank_work_
 
 from .assemble import Caching, build_rank
 from .best_cuts import MEMORY_WEIGHT, best_group_program, cut_group
-from .built import BuiltProgram, GroupProgram, join_groups
+from .built import BuiltProgram, BuiltRank, GroupProgram, join_groups
 from .cut_rules import CutRule, all_rules
 from .expert_groups import run_in_step
 from .rank_tree import tree_of_rank
