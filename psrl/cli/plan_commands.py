@@ -76,7 +76,7 @@ class PlanCommand:
         if self.explain:
             result["explanation"] = [report.as_json() for report in reports]
             texts.append(format_explanation(plan, reports))
-            terms = cost_terms(plan, batch)
+            terms = cost_terms(plan, problem.batch)
             result["cost_terms"] = [program.as_json() for program in terms]
             texts.append(format_cost_terms(terms))
         if self.plots:

@@ -10,8 +10,9 @@ import numpy as np
 from psrl.core.cost.calibrated_cost_model import choose_cost_model
 from psrl.core.cost.cost_model import RooflineCostModel
 from psrl.core.cost.layer_time import Term
-from psrl.core.plan.clock import ProgramTimes, Reduction, phase_times, plan_ops
+from psrl.core.plan.clock import ProgramTimes, Reduction, phase_times
 from psrl.core.plan.plan import Plan, Program
+from psrl.core.plan.plan_times import plan_ops
 from psrl.core.run.config import PlanningConfig, Setup
 from psrl.core.samples.sample import FloatArray, SampleBatch
 from psrl.planner.micro_batching.all_ranks import best_cuts_of
