@@ -317,13 +317,15 @@ No figure of a GPU is claimed until its result is committed there.
 
 ## Numbers that are not finite
 
-Before every optimizer step, in `psrl execute` and in veRL, loss and gradient norm must be finite (squares add up in
-float64, so large finite gradients keep their norm). Otherwise the run stops with phase, mini-batch, the first
-parameter and its rank, and the largest advantage and log ratio; weights and checkpoints are as before the step.
-`--on-nonfinite skip` (veRL: `on_nonfinite`) leaves such a step out and lists its mini-batch in `metrics.json`.
+Before every optimizer step, in `psrl execute` and in veRL, loss and gradient norm must be finite
+(squares add up in float64, so large finite gradients keep their norm). Otherwise the run stops
+with phase, mini-batch, the first parameter and its rank, and the largest advantage and log ratio;
+weights and checkpoints are as before the step. `--on-nonfinite skip` (veRL: `on_nonfinite`)
+leaves such a step out and lists its mini-batch in `metrics.json`.
 
-Importance ratios and the k3 estimate are computed as `exp(min(max(log r, -20), 20))`, the bound of veRL's losses: beyond it
-the gradient of the ratio is zero, and no policy is so far from another that a loss overflows.
+Importance ratios and the k3 estimate are computed as `exp(min(max(log r, -20), 20))`, the bound
+of veRL's losses: beyond it the gradient of the ratio is zero, and no policy is so far from
+another that a loss overflows.
 """
 
 

@@ -103,6 +103,18 @@ def test_far_policies_have_finite_losses(kind: str, distance: float) -> None:
     assert bool(logprob.grad.isfinite().all())
 
 
+def test_the_second_bound_is_for_negative_advantages() -> None:
+    """Ratio e in all: clipped at 1.2 where it gains, bounded by 1.5 where it loses."""
+    advantage = torch.tensor([0.5, 0.0, -0.5])
+    zeros = torch.zeros(3)
+    values = EdgeValues(zeros + 1, advantage, zeros, zeros, zeros)
+    options = LossOptions(clip_ratio=0.2, dual_clip=1.5, kl_coefficient=0.0)
+    terms = edge_terms(zeros + 1, None, values, options)
+    assert terms.tolist() == pytest.approx([-0.6, 0.0, 0.75])
+    less = edge_terms(zeros - 1, None, values, options)
+    assert less.tolist() == pytest.approx([-0.5 / math.e, 0.0, 0.4])
+
+
 def test_near_policies_are_not_bounded() -> None:
     logprob, reference = torch.tensor([-2.0, -1.0]), torch.tensor([-1.5, -20.5])
     log_ratio = reference - logprob

@@ -43,7 +43,8 @@ EVERYTHING = (
     "--clip-ratio-high 0.3 --dual-clip 3.0 --kl-coefficient 0.5 --kl-estimator k2 "
     "--entropy-coefficient 0.01 --temperature 0.6 "
     "--learning-rate 0.01 --beta1 0.8 --beta2 0.9 --epsilon 1e-06 --weight-decay 0.1 "
-    "--max-gradient-norm inf --router-balance-coefficient 0.7 --router-z-coefficient 0.05 "
+    "--max-gradient-norm inf --on-nonfinite skip "
+    "--router-balance-coefficient 0.7 --router-z-coefficient 0.05 "
     "--router-dispatcher allgather --keep-gradients --checkpoint /c --resume"
 )
 
