@@ -15,6 +15,7 @@ PATH = re.compile(
     r"(?<![\w./-])(?:psrl|tests|examples|benchmarks(?!/results)|docs)/[\w./*-]*[\w*/]"
 )
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+TEST = re.compile(r"\btest_\w+\.py\b")
 GROUP = re.compile(r'ENTRY_POINT_GROUP = "([\w.]+)"')
 
 
@@ -72,6 +73,7 @@ def test_names_and_paths_of_a_page_exist(page: Path) -> None:
     missing = {name for name in names if not exists(name)}
     missing |= {path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/")))}
     missing |= {link for link in LINK.findall(text) if not (page.parent / link).exists()}
+    missing |= {name for name in TEST.findall(text) if not any(ROOT.glob(f"tests/**/{name}"))}
     assert not missing
 
 
