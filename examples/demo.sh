@@ -14,7 +14,7 @@ psrl trace stats "$trace"
 echo
 echo "2. Compare policies: Qwen2.5-7B on 8 H100, simulated"
 psrl compare --trace "$trace" --cluster examples/clusters/8xh100.toml \
-    --policies verl vllm_ps sglang_ps dfs_cut psrl --run-dir "$runs/demo" --if-exists overwrite
+    --policies verl vllm_ps sglang_ps dfs_cut quick psrl --run-dir "$runs/demo" --if-exists overwrite
 
 echo
 echo "3. Execute on this CPU: a slice of the trace, a small Qwen2.5, two processes"

@@ -22,7 +22,7 @@ from tests.backend.test_execute import execute, policy_plan
 pytestmark = pytest.mark.slow
 
 POLICIES = (
-    *("verl", "sglang_ps", "vllm_ps", "first_fit", "dfs_cut", "psrl"),
+    *("verl", "sglang_ps", "vllm_ps", "first_fit", "dfs_cut", "quick", "psrl"),
     *("sharing_agnostic", "prefix_match_first", "balance_first"),
 )
 LAYOUTS = {

@@ -90,7 +90,7 @@ def test_compare_puts_psrl_ahead_in_time(tmp_path: Path, capsys: Capture) -> Non
     rows = result["policies"]
     assert isinstance(rows, list)
     by_policy = {row["policy"]: row for row in rows}
-    assert list(by_policy) == ["verl", "merged_dense", "sglang_ps", "dfs_cut", "psrl"]
+    assert list(by_policy) == ["verl", "merged_dense", "sglang_ps", "dfs_cut", "quick", "psrl"]
     psrl = by_policy["psrl"]
     for rival in ("verl", "sglang_ps"):
         assert psrl["makespan_s"] < by_policy[rival]["makespan_s"]

@@ -1,13 +1,20 @@
 """Every policy's plan passes the independent check, on small nasty and on agentic batches."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.core.samples.sample import make_batch
+from psrl.core.samples.trace import open_trace
 from psrl.planner import POLICIES, make_plan
+from psrl.planner.problem import ProgramProblem
 from tests.planner.cases import make_setup, nasty_batch, problem_of, update_of, workloads
+
+BUNDLED = Path(__file__).resolve().parents[2] / "examples" / "traces"
 
 
 @given(
@@ -68,6 +75,47 @@ def test_psrl_is_never_slower_than_another_policy(shape: str, num_stages: int) -
     assert makespan_s["psrl"] <= min(makespan_s.values()) * allowed * (1.0 + 1e-12)
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    num_samples=st.integers(1, 24),
+    num_ranks=st.integers(1, 6),
+    num_stages=st.sampled_from([1, 2, 4]),
+    max_tokens=st.sampled_from([3, 16, 1000]),
+    recompute=st.sampled_from(["none", "full"]),
+)
+@settings(max_examples=10)
+def test_quick_is_never_slower_than_the_contiguous_cut_of_random_batches(
+    seed: int,
+    num_samples: int,
+    num_ranks: int,
+    num_stages: int,
+    max_tokens: int,
+    recompute: str,
+) -> None:
+    setup = make_setup(num_ranks, num_stages, max_tokens=max_tokens, recompute=recompute)
+    assert_quick_is_not_slower(update_of(nasty_batch(seed, num_samples), setup))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(4, 1), (32, 1), (256, 1), (4, 4)])
+@pytest.mark.parametrize("trace", ["claude_code", "tau_bench_airline"])
+def test_quick_is_never_slower_than_the_contiguous_cut_of_bundled_traces(
+    trace: str, num_ranks: int, num_stages: int
+) -> None:
+    batch = open_trace(BUNDLED / trace).iteration(0)
+    batch = replace(batch, mini_batch=np.zeros(batch.num_samples, np.int64))
+    assert_quick_is_not_slower(
+        update_of(batch, make_setup(num_ranks, num_stages, max_tokens=16384))
+    )
+
+
+def assert_quick_is_not_slower(subproblem: ProgramProblem) -> None:
+    contiguous, quick = (POLICIES[name](subproblem).build() for name in ("dfs_cut", "quick"))
+    assert contiguous.fits
+    assert quick.fits
+    assert quick.time_s <= contiguous.time_s * (1.0 + 1e-12)
+
+
 def test_sharing_saves_what_it_should() -> None:
     batch = workloads()["stars"]
     problem = problem_of(batch, make_setup(1, max_tokens=2000), ("update",))
@@ -75,7 +123,7 @@ def test_sharing_saves_what_it_should() -> None:
     (subproblem,) = problem.programs()
     assert executed["verl"] == batch.logical_tokens
     shared = {"sglang_ps", "sharing_agnostic", "prefix_match_first", "balance_first", "psrl"}
-    for name in shared | {"dfs_cut"}:
+    for name in shared | {"dfs_cut", "quick"}:
         assert executed[name] == subproblem.tree.unique_tokens
     assert subproblem.tree.unique_tokens < executed["first_fit"] < batch.logical_tokens
     assert subproblem.tree.unique_tokens <= executed["vllm_ps"] < batch.logical_tokens

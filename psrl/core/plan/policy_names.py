@@ -17,9 +17,10 @@ POLICY_ORDER = (
     "balance_first",
     "first_fit",
     "dfs_cut",
+    "quick",
     "psrl",
     "optimal",
 )
 
-DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "psrl")
+DEFAULT_POLICIES = ("verl", "sglang_ps", "dfs_cut", "quick", "psrl")
 """What a comparison plans unless told otherwise."""

@@ -11,11 +11,11 @@ from psrl.core.samples.sample import IntArray
 from psrl.planner.placement.placement import Placement, RankSegments, rank_work_s
 
 from .assemble import Caching, build_rank
-from .best_cuts import MEMORY_WEIGHT, best_group_program, cut_group
+from .best_cuts import MEMORY_WEIGHT, best_group_program, cut_group, least_time_s
 from .built import BuiltProgram, BuiltRank, GroupProgram, join_groups
-from .cut_rules import CutRule, all_rules
+from .cut_rules import CutRule, all_rules, cut_all
 from .expert_groups import run_in_step
-from .rank_tree import tree_of_rank
+from .rank_tree import RankTree, tree_of_rank
 from .token_cuts import SNAP
 
 # Groups for which all rules may be tried; the others use the best few of the group before.
@@ -47,12 +47,6 @@ def token_cuts(
         memory_weight: share of the time that all of the device memory is worth.
         snap: see `CutRule`; infinite cuts between nodes only, where the token budget allows.
     """
-    by_work = sorted(
-        _in_groups(
-            placement, [tree_of_rank(placement, r) for r in range(placement.problem.num_ranks)]
-        ),
-        key=lambda rank_trees: -max(float(rank_tree.cost_before_s[-1]) for rank_tree in rank_trees),
-    )
     groups: dict[int, GroupProgram] = {}
     rules: list[CutRule] = []
     slowest_s, num_thorough = 0.0, 0
@@ -60,7 +54,7 @@ def token_cuts(
     def is_good(group: GroupProgram) -> bool:
         return group.fits and group.time_s <= slowest_s * (1.0 + _TOLERANCE)
 
-    for rank_trees in by_work:
+    for rank_trees in _by_work(placement):
         group = cut_group(rank_trees, rules[0]) if rules else None
         if group is not None and not is_good(group):
             group = best_group_program(rank_trees, rules[:_MAX_OTHERS], memory_weight).program
@@ -84,6 +78,23 @@ def best_cuts_of(placement: Placement, rank: int) -> BuiltRank:
     rank_trees = [tree_of_rank(placement, r) for r in range(first, first + size)]
     rules = all_rules(rank_trees, False, SNAP)
     return best_group_program(rank_trees, rules, MEMORY_WEIGHT).program.ranks[rank - first]
+
+
+def least_even_cuts_s(placement: Placement) -> float:
+    """No plain even cuts of a placement take less time, all phases; from its most loaded group."""
+    rank_trees = _by_work(placement)[0]
+    rules = all_rules(rank_trees, single_unit=True)
+    least_s = min(least_time_s(rank_trees, cut_all(rank_trees, rule)) for rule in rules)
+    return len(placement.subproblem.phases) * least_s
+
+
+def _by_work(placement: Placement) -> list[list[RankTree]]:
+    """Groups of ranks in step, the most loaded first."""
+    rank_trees = [tree_of_rank(placement, r) for r in range(placement.problem.num_ranks)]
+    return sorted(
+        _in_groups(placement, rank_trees),
+        key=lambda group: -max(float(rank_tree.cost_before_s[-1]) for rank_tree in group),
+    )
 
 
 T = TypeVar("T")

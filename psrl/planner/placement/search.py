@@ -22,9 +22,13 @@ _ROUNDS_PER_WORK = 5
 _MORE_ITERATIONS = 10
 
 
-def psrl_ranks(subproblem: ProgramProblem) -> IntArray:
-    """[S] rank of each sample: the best of few, or of what the searches on the tree found."""
-    problem, planning = subproblem.problem, subproblem.problem.setup.planning
+def psrl_ranks(subproblem: ProgramProblem, num_iterations: int) -> IntArray:
+    """[S] rank of each sample: the best of few, or of what the searches on the tree found.
+
+    Args:
+        num_iterations: steps of the local search; 0 is the heuristic alone.
+    """
+    problem, seed = subproblem.problem, subproblem.problem.setup.planning.seed
     num_ranks, tree, costs = problem.num_ranks, subproblem.cost_tree, subproblem.set_costs
     if num_ranks == 1 or not len(tree.leaf_of_sample):
         return np.zeros(len(tree.leaf_of_sample), np.int64)
@@ -34,7 +38,7 @@ def psrl_ranks(subproblem: ProgramProblem) -> IntArray:
         if subproblem.items.is_exact:
             return found[0]
     bound_s = subproblem.bound.limit_s
-    searched = two_level_leaves(tree, num_ranks, bound_s, planning.search_iterations, planning.seed)
+    searched = two_level_leaves(tree, num_ranks, bound_s, num_iterations, seed)
     # The tree's seconds are not always a rank's: the contiguous cut may be better than it seems.
     for leaf_rank in (searched, dfs_cut_leaves(tree, num_ranks)):
         found.append(leaf_rank[tree.leaf_of_sample])

@@ -19,7 +19,6 @@ from psrl.core.cost.cluster import (
 from psrl.core.cost.presets import DEVICES
 from psrl.core.errors import ConfigError
 from psrl.core.run.config import PlanningConfig, Setup, parse
-from psrl.integrations.verl.policy import QUICK
 from psrl.planner.policies.find_policy import find_policy
 
 KEY = "actor_rollout_ref.<actor|ref>.megatron.psrl"
@@ -29,7 +28,7 @@ KEY = "actor_rollout_ref.<actor|ref>.megatron.psrl"
 class PsrlOptions(Spec):
     """The mapping under `megatron.psrl`; every key has a default."""
 
-    policy: str = Field(default=QUICK, description="scheduling policy, see docs/policies.md")
+    policy: str = Field(default="quick", description="scheduling policy, see docs/policies.md")
     device: str | None = Field(default=None, description="device preset; default: as detected")
     devices_per_host: int = Field(default=8, ge=1)
     intra_host_bytes_per_s: float = Field(default=450e9, gt=0)
