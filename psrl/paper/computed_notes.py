@@ -88,3 +88,14 @@ def step_tokens(results: Results) -> str:
     if taken < tokens * (1.0 - _SAME):
         return f"{text}: a token of the shorter samples costs less."
     return f"{text}: a token of the shorter samples costs no less."
+
+
+def short_rollout(results: Results) -> str:
+    """How much of an iteration training is, and with it the gain of training."""
+    iteration = results.run("webshop_8", "step", "verl")["iteration"]
+    share = iteration["training_s"] / iteration["synchronous_s"]
+    return (
+        "The row says up to 2.1. Which workload reaches it and how long its rollout takes is "
+        f"unknown; training is {share:.0%} of veRL's WebShop step iteration here. With a rollout "
+        "as long as veRL's training no gain would reach 2."
+    )

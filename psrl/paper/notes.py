@@ -6,7 +6,14 @@ publishes or leaves out.
 
 from collections.abc import Callable
 
-from .computed_notes import our_cuts, prefix_first, short_search, small_ps, step_tokens
+from .computed_notes import (
+    our_cuts,
+    prefix_first,
+    short_rollout,
+    short_search,
+    small_ps,
+    step_tokens,
+)
 from .results import Results
 
 Note = str | Callable[[Results], str]
@@ -27,8 +34,8 @@ def _joined(*notes: Note) -> Note:
 
 _ABSOLUTE_TIME = (
     "The GPU, its clocks and the number of samples are not published. A roofline of an A100 is "
-    "two to four times faster (eight in the scheduler ablation, whose batch may differ) than the "
-    "published times, which are about 7 TFLOP/s per GPU in veRL's update; compare the ratios."
+    "faster than the published times, which are about 7 TFLOP/s per GPU in veRL's update; compare "
+    "the ratios."
 )
 _SPREAD = (
     "In our reading eight workers meet in every MoE layer, so a slow one slows its group, and "
@@ -77,11 +84,7 @@ NOTES: dict[str, Note] = {
     "dtn-ref": _ABSOLUTE_TIME,
     "dtn-upd-verl": _ABSOLUTE_TIME,
     "dtn-upd": _ABSOLUTE_TIME,
-    "e2e": (
-        "The row says up to 2.1. Which workload reaches it and how long its rollout takes is "
-        "unknown; on 8 GPUs training is over 90 % of a WebShop iteration, so its gain is nearly "
-        "the iteration's. A rollout as long as veRL's training would halve it."
-    ),
+    "e2e": short_rollout,
     "web-iter": (
         "The system is not named and neither is the batch: ours is 512 trajectories under veRL, "
         "without time in the environment."

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psrl.paper.computed_notes import our_cuts, prefix_first, short_search, small_ps, step_tokens
+from psrl.paper.computed_notes import (
+    our_cuts,
+    prefix_first,
+    short_rollout,
+    short_search,
+    small_ps,
+    step_tokens,
+)
 from psrl.paper.measure import tasks_on_ranks
 from psrl.paper.notes import NOTES, RATIO_NOTES, note_text
 from psrl.paper.results import NotRunError, Results
@@ -128,6 +135,12 @@ def test_tokens_and_time_of_step_samples(step_s: float, said: str) -> None:
     )
     assert "5.40 times the tokens" in step_tokens(found)
     assert step_tokens(found).endswith(f"{said}.")
+
+
+def test_how_much_of_an_iteration_is_training() -> None:
+    iteration = {"training_s": 30.0, "synchronous_s": 40.0}
+    found = results(run_of("webshop_8 step", "verl", iteration=iteration))
+    assert "training is 75% of veRL's WebShop step iteration" in short_rollout(found)
 
 
 def test_notes_of_runs_that_were_not_chosen_say_nothing() -> None:
