@@ -96,6 +96,6 @@ def short_rollout(results: Results) -> str:
     share = iteration["training_s"] / iteration["synchronous_s"]
     return (
         "The row says up to 2.1. Which workload reaches it and how long its rollout takes is "
-        f"unknown; training is {share:.0%} of veRL's WebShop step iteration here. With a rollout "
-        "as long as veRL's training no gain would reach 2."
+        f"unknown; training is {100 * share:.0f} % of veRL's WebShop step iteration here. With a "
+        "rollout as long as veRL's training no gain would reach 2."
     )

@@ -140,7 +140,7 @@ def test_tokens_and_time_of_step_samples(step_s: float, said: str) -> None:
 def test_how_much_of_an_iteration_is_training() -> None:
     iteration = {"training_s": 30.0, "synchronous_s": 40.0}
     found = results(run_of("webshop_8 step", "verl", iteration=iteration))
-    assert "training is 75% of veRL's WebShop step iteration" in short_rollout(found)
+    assert "training is 75 % of veRL's WebShop step iteration" in short_rollout(found)
 
 
 def test_notes_of_runs_that_were_not_chosen_say_nothing() -> None:
