@@ -63,10 +63,12 @@ def is_alive(pid: int) -> bool:
 
 
 PROGRAM = """
+import signal
 import sys
 from pathlib import Path
 from psrl.cli.error_messages import prepare_process, report
 from tests.backend.test_launcher_ends import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 prepare_process()
 try:
     launch(Path(sys.argv[1]), sys.argv[2])
@@ -98,6 +100,22 @@ def test_nothing_outlives_the_launcher(
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        run_until_killed(launcher, tmp_path, sent, to)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert not (tmp_path / "run").exists()
+    left = {p.name for p in (tmp_path / "checkpoints").iterdir() if not p.name.startswith(".")}
+    assert left == {"iteration_1"}
+    with RunDir(tmp_path / "run", "execute"):  # nothing holds the place, and leftovers go
+        pass
+    assert not list(tmp_path.glob(".psrl-*"))
+
+
+def run_until_killed(
+    launcher: subprocess.Popen[str], tmp_path: Path, sent: signal.Signals, to: str
+) -> None:
     wait_until((tmp_path / "reached").exists, "ranks did not start")
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     assert all(is_alive(pid) for pid in pids)
@@ -110,9 +128,3 @@ def test_nothing_outlives_the_launcher(
     else:
         assert launcher.returncode == {2: 130, 9: -9, 15: 143}[sent]
     assert "Traceback" not in err
-    assert not (tmp_path / "run").exists()
-    left = {p.name for p in (tmp_path / "checkpoints").iterdir() if not p.name.startswith(".")}
-    assert left == {"iteration_1"}
-    with RunDir(tmp_path / "run", "execute"):  # nothing holds the place, and leftovers go
-        pass
-    assert not list(tmp_path.glob(".psrl-*"))

@@ -125,7 +125,11 @@ def test_only_the_result_is_on_stdout(tmp_path: Path) -> None:
 def test_signals_at_any_moment_leave_nothing(
     tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
-    program = "import sys; from psrl.cli import main; sys.exit(main())"
+    # A background job would have SIGINT ignored.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from psrl.cli import main; sys.exit(main())"
+    )
     for tenths in range(1, 25, 2):
         out = tmp_path / f"run{tenths}"
         synth = ["trace", "synth", "--preset", "alfworld", "--mode", "step", "--out", str(out)]

@@ -362,7 +362,7 @@ def test_planted_bugs_are_caught(
     source = inspect.getsource(module)
     assert old in source
     path = tmp_path / "mutant.py"
-    path.write_text(source.replace(old, new).replace("from .", "from psrl.kernels."))
+    path.write_text(source.replace(old, new).replace("from .", "from psrl.kernels.triton."))
     spec = importlib.util.spec_from_file_location("mutant", path)
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, mutant)

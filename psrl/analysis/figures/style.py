@@ -26,7 +26,7 @@ POLICY_COLOURS = {
     "balance_first": "#aa8800",
     "first_fit": "#44aa99",
     "dfs_cut": "#117733",
-    "quick": "#999933",
+    "quick": "#aa4499",
     "psrl": "#d55e00",
     "optimal": "#222222",
 }
