@@ -13,7 +13,7 @@ from psrl.analysis.report.ladder import display_ladder
 from psrl.analysis.units import percent, times
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICIES = ("verl", "vllm_ps", "sglang_ps", "dfs_cut", "psrl")
+POLICIES = ("verl", "vllm_ps", "sglang_ps", "dfs_cut", "quick", "psrl")
 WORDS = {"verl": "`verl` (dense)", "merged_dense": "`merged_dense` (dense, steps merged)"}
 
 
