@@ -48,7 +48,7 @@ def memory_model(case: Case, parallel: ParallelConfig) -> MemoryModel:
 
 
 # Five terms of a loss with clipping and a KL penalty, in float64.
-LOSS_BYTES_PER_EDGE = 40
+LOSS_BYTES_PER_EDGE = 56
 
 
 def loss_term_bytes(case: Case, rank: int) -> dict[int, int]:

@@ -12,8 +12,9 @@ from .parameters import expert_data_parallel_size, stage_parameters
 OPTIMIZER_BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES_PER_PARAMETER = 4
 _NUM_OPTIMIZER_STATES = 3
-# Five terms of a clipped loss with a KL penalty in float64, at one edge per predicted row.
-_LOSS_BYTES_PER_ROW = 40
+# Seven terms of a clipped loss with a KL penalty in float64 (two are bounded log ratios), at one
+# edge per predicted row.
+_LOSS_BYTES_PER_ROW = 56
 
 
 @dataclass(frozen=True)
