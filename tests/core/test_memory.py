@@ -29,7 +29,7 @@ RECOMPUTE = 2 * 8 * 2 + 2 * 4
 STAGE_INPUT = 8 * 2
 # The last stage also keeps its norm per token, and the hidden state per predicted position.
 NORM = 2 * 8 * 2 + 4
-HEAD = 8 * 2 + 40
+HEAD = 8 * 2 + 56
 KV = 2 * 2 * 4 * 2
 KV_GRADIENT = 2 * 2 * 4 * 4
 LOGITS = 8 * 32
